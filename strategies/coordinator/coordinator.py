@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -49,6 +50,8 @@ class ClusterCoordinator:
         self._queue = ClosureQueue()
         self._dispatcher = Dispatcher(self._queue, link, self._unpacked)
         self._datasets = itertools.count()
+        # Reentrant: what is copied may be a program's object, whose copying schedules.
+        self._naming = threading.RLock()
 
     @property
     def strategy(self) -> Strategy:
@@ -128,7 +131,9 @@ class ClusterCoordinator:
 
     def _packed(self, thing: Any) -> Packed:
         try:
-            return pack_copy(thing, self._references)
+            # What is named for the first time gets a number, and is sent to the workers.
+            with self._naming:
+                return pack_copy(thing, self._references)
         except ValueError:  # a RemoteValue
             raise
         except Exception as error:

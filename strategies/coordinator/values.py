@@ -15,7 +15,8 @@ from strategies.core.values import Array
 def _array_of(leaf: Any) -> Any:
     found, tensorflow = values.content(leaf), sys.modules.get("tensorflow")
     is_tensor = tensorflow is not None and tensorflow.is_tensor(found)
-    return found.numpy() if is_tensor else found
+    # A sparse tensor has no array.
+    return found.numpy() if is_tensor and hasattr(found, "numpy") else found
 
 
 class RemoteValue:

@@ -23,6 +23,7 @@ def value_and_grad(
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """As `Strategy.value_and_grad`."""
+    refuse_servers(strategy, "value_and_grad")
     if not strategy.reduces_plainly and not strategy.compresses:
         raise ValueError(
             "value_and_grad: gradients of JAX are reduced as collectives chooses: the strategy must"
@@ -43,6 +44,15 @@ def value_and_grad(
         return ((mean, aux) if has_aux else mean), gradients
 
     return averaged
+
+
+def refuse_servers(strategy: Replication, what: str) -> None:
+    """TypeError where each worker would train arrays of its own."""
+    if not strategy.aggregates:
+        raise TypeError(
+            f"{what}: under {type(strategy).__name__} arrays of JAX would be each worker's own:"
+            " keep them in strategies.Variable, and give apply_gradients what jax.grad returns"
+        )
 
 
 def _exactly(value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:

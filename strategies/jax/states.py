@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from strategies.core.values import Array
+from strategies.jax.gradients import refuse_servers
 from strategies.replication.replication import Replication
 
 
@@ -30,7 +31,8 @@ class PytreeState:
 
     Raises a MismatchError on every rank where the ranks' pytrees differ in structure, shapes or
     dtypes; ValueError under LocalSGDStrategy without `parameters`, for parameters that aren't
-    floats, and where a pytree is assigned whose structure, shapes or dtypes are others.
+    floats, and where a pytree is assigned whose structure, shapes or dtypes are others; TypeError
+    under ParameterServerStrategy, whose variables are `strategies.Variable` alone.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class PytreeState:
         value: Any,
         parameters: Callable[[Any], Any] | None = None,
     ) -> None:
+        refuse_servers(strategy, "PytreeState")
         self.strategy = strategy
         self._value, self._averaged = value, None
         self._kinds, self._trained = _kinds_of(value), list[int]()

@@ -14,6 +14,7 @@ import numpy as np
 from collectives.messaging.remote_error import Failure
 from collectives.shm.seqlock import ArrayAddress
 from strategies.base.membership import Membership
+from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
 
 
 class ShardInfo(NamedTuple):
@@ -78,3 +79,16 @@ class Roles:
     def name(self, rank: int) -> str:
         """A rank in messages."""
         return f"{self.tasks[rank]} (rank {rank})"
+
+
+def validate_roles(config: TFConfig) -> None:
+    """ValueError where the cluster has no servers or no ranks that train."""
+    validate_for_parameter_servers(config)
+    jobs = config.cluster.as_dict() if config.cluster else {}
+    if not jobs.get("ps"):
+        raise ValueError(
+            f"the cluster has no job ps, but {list(jobs)}: ParameterServerStrategy needs a"
+            " TF_CONFIG, or a cluster_resolver, with at least one ps and one worker"
+        )
+    if not jobs.get("worker") and not jobs.get("chief"):
+        raise ValueError(f"the cluster has no job worker, but {list(jobs)}: a job must train")

@@ -12,7 +12,6 @@ from collectives.lifecycle.shutdown import leave_at_exit, survive_deaths
 from collectives.transports.local import alone
 from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
 from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
@@ -22,7 +21,7 @@ from strategies.core.values import Array, whole_number
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
-from strategies.parameter_server.requests import Roles
+from strategies.parameter_server.requests import Roles, validate_roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.storage import ServedStorage, ShardedVariable, SplitStorage
 from strategies.parameter_server.worker import Worker
@@ -70,7 +69,7 @@ class ParameterServerStrategy(Strategy):
                 f"variable_partitioner={variable_partitioner!r}: must be a function, or None"
             )
         self.staleness = None if staleness is None else whole_number("staleness", staleness, 0)
-        self.membership = join_cluster(communicator, cluster_resolver, _validate)
+        self.membership = join_cluster(communicator, cluster_resolver, validate_roles)
         self.roles = Roles.of(self.membership)
         world = self.membership.world
         self._mailbox = world.mailbox()
@@ -227,10 +226,20 @@ class ParameterServerStrategy(Strategy):
         if options or self.link is not None:
             what = f"takes no {', '.join(options)}" if options else "needs a cluster without chief"
             raise TypeError(f"ParameterServerStrategy.distribute {what}")
-        from strategies.parameter_server.torch_models import distribute
+        from strategies.parameter_server import torch_models
 
-        distribute(self, worker, model, optimizer, counts=counts)
+        torch_models.distribute(self, worker, model, optimizer, counts=counts)
         return model, optimizer
+
+    def settle(self) -> None:
+        """As the chief: take the servers' values of torch parameters."""
+        if not (self._keeps_its_own or self.worker.has_left):
+            self.worker.settle()
+
+    def restored(self, parameters: Iterable[Any]) -> None:
+        """Make the chief's values count; the other workers take the servers'."""
+        if not (self._keeps_its_own or self.worker.has_left):
+            self.worker.restored(parameters)
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """What the chief gets from the action, on every worker that calls this; small, picklable.
@@ -279,16 +288,3 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         workers, servers = len(self.roles.workers), len(self.roles.servers)
         return f"<{type(self).__name__} {self._name} of {workers} workers and {servers} ps>"
-
-
-def _validate(config: TFConfig) -> None:
-    """ValueError where the cluster has no servers or no ranks that train."""
-    validate_for_parameter_servers(config)
-    jobs = config.cluster.as_dict() if config.cluster else {}
-    if not jobs.get("ps"):
-        raise ValueError(
-            f"the cluster has no job ps, but {list(jobs)}: ParameterServerStrategy needs a"
-            " TF_CONFIG, or a cluster_resolver, with at least one ps and one worker"
-        )
-    if not jobs.get("worker") and not jobs.get("chief"):
-        raise ValueError(f"the cluster has no job worker, but {list(jobs)}: a job must train")

@@ -9,16 +9,20 @@ it is the same as pushing gradients (Downpour SGD; Dean et al., NIPS 2012).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives.arrays.tensors import from_torch
 from strategies.core.storage import assign
 from strategies.core.values import Array
 from strategies.foreign.distributed import permit
 from strategies.parameter_server.storage import ServedStorage
-from strategies.parameter_server.worker import Worker
+from strategies.parameter_server.worker import PARAMETER, Worker
 from strategies.replication.replication import Replication
-from strategies.torch.distribution import checked, unknown_parameter
+from strategies.torch.distribution import checked, refuse_apart, unknown_parameter
 from strategies.torch.steps import step_hooks
 
 
@@ -36,12 +40,18 @@ class _Served(NamedTuple):
 class _Model(NamedTuple):
     worker: Worker
     served: dict[int, _Served]
-    hooks: list[Any]
+
+
+class _Hooks(NamedTuple):
+    worker: Worker
+    handles: list[Any]
 
 
 _models: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
-_hooks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
 """Of each optimizer, which may be given with several models: the last one counts."""
+_hooks_of_all: list[Any] = []
+"""That of the steps of all optimizers, once there is a model."""
 
 
 def distribute(
@@ -53,35 +63,69 @@ def distribute(
     it for the same models in the same order. A second call makes the chief's present values count.
     """
     optimizers = checked(strategy, model, optimizer)
+    refuse_apart(model, weighted=False)
     # A model may share parameters with others.
-    known = {
-        number: each
-        for other in _models.values()
-        if other.worker is worker
-        for number, each in other.served.items()
-    }
-    earlier = _models.pop(model, None)
-    for hook in [] if earlier is None else earlier.hooks:
-        hook.remove()
+    known = {number: each for other in _models_of(worker) for number, each in other.served.items()}
     served = {
         id(parameter): known.get(id(parameter)) or _serve(worker, name, parameter)
         for name, parameter in model.named_parameters()
     }
     _begin_as_chief(worker, model, [each for number, each in served.items() if number in known])
     _pull(worker, list(served.values()))
-    hooks = []
     for each in optimizers:
-        for hook in _hooks.pop(each, ()):
-            hook.remove()
-        _hooks[each] = _install(worker, served, each, counts=counts)
-        hooks += _hooks[each]
-    _models[model] = _Model(worker, served, hooks)
+        if each in _hooks:
+            for hook in _hooks.pop(each).handles:
+                hook.remove()
+        _hooks[each] = _Hooks(worker, _install(worker, served, each, counts=counts))
+    _models[model] = _Model(worker, served)
+    worker.settle, worker.restored = partial(_settle, worker), partial(_restored, worker)
+    if not _hooks_of_all:
+        _hooks_of_all.append(register_optimizer_step_pre_hook(_refuse_others))
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 
 
+def _settle(worker: Worker) -> None:
+    """Replace the parameters of all models by the servers' values, for a checkpoint."""
+    for model in _models_of(worker):
+        _pull(worker, list(model.served.values()))
+
+
+def _restored(worker: Worker, parameters: Iterable[Any]) -> None:
+    """Make the chief's values of restored parameters count; the other workers replace theirs."""
+    wanted = {id(each) for each in parameters}
+    found = {
+        number: each
+        for model in _models_of(worker)
+        for number, each in model.served.items()
+        if number in wanted
+    }
+    if not worker.client.is_chief:
+        _pull(worker, list(found.values()))
+        return
+    for each in found.values():
+        each.storage.change(assign, each.array().copy())
+
+
+def _models_of(worker: Worker) -> list[_Model]:
+    return [each for each in list(_models.values()) if each.worker is worker]
+
+
+def _refuse_others(optimizer: Any, *_: Any) -> None:
+    """ValueError for the step of an optimizer that was not given: no other worker would see it."""
+    stepping = [each for group in optimizer.param_groups for each in group["params"]]
+    given = _hooks.get(optimizer)
+    for model in list(_models.values()):
+        if (given is not None and given.worker is model.worker) or model.worker.has_left:
+            continue
+        if any(id(each) in model.served for each in stepping):
+            raise ValueError(
+                f"{type(optimizer).__name__} was not given to distribute with its model, whose"
+                " parameters lie on parameter servers: call distribute again, with it"
+            )
+
+
 def _serve(worker: Worker, name: str, parameter: Any) -> _Served:
-    what = f"distribute: {name}"
-    return _Served(parameter, worker.store(from_torch(parameter, name), what))
+    return _Served(parameter, worker.store(from_torch(parameter, name), f"{PARAMETER}{name}"))
 
 
 def _begin_as_chief(worker: Worker, model: Any, known: list[_Served]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives import Communicator, DtypeMismatchError, ShapeMismatchError
+from collectives import Communicator, DtypeMismatchError, MismatchError, ShapeMismatchError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import describe, rebuild
 from collectives.shm.seqlock import MappedArrays
@@ -30,6 +30,9 @@ from strategies.parameter_server.storage import ServedStorage, stored
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
+
+PARAMETER = "distribute: "
+"""Before the name of a torch module's parameter, which is the same on all workers."""
 
 _HOME = 0
 """The server that keeps announcements."""
@@ -54,6 +57,10 @@ class Worker:
         memory = MappedArrays(roles.workers.index(world.rank), len(roles.workers))
         near = {number for number, rank in enumerate(roles.servers) if nodes[rank] == world.node}
         self.client = Client(self._rpc, memory, near.__contains__, is_chief=self._is_chief)
+        self.settle: Callable[[], None] = lambda: None
+        """Replaces the parameters of torch models, if there are any, by the servers' values."""
+        self.restored: Callable[[Iterable[Any]], None] = lambda parameters: None
+        """Puts the chief's values of these parameters onto the servers; the others take them."""
         self._shards = count()
         self._announcements: Counter[str] = Counter()
         self._listens = True
@@ -100,6 +107,8 @@ class Worker:
             raise ShapeMismatchError(text)
         if info.dtype != value.dtype:
             raise DtypeMismatchError(text)
+        if what.startswith(PARAMETER) and info.what != what:
+            raise MismatchError(f"{text}: all workers must give the same models in the same order")
         return info
 
     def colocate_with(self, storage: Storage) -> AbstractContextManager[None]:
@@ -170,6 +179,11 @@ class Worker:
 
     # The end
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has left the servers."""
+        return self._rpc.has_left
+
     def apart(self) -> AbstractContextManager[None]:
         """Within it no exchange with the servers is allowed: RuntimeError."""
         return self._rpc.refusing(
@@ -179,7 +193,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Wait until all that was pushed is applied, and leave."""
-        if not self._rpc.has_left:
+        if not self.has_left:
             try:
                 self.client.fence()
             finally:

@@ -7,10 +7,14 @@ its own copy. Variables travel as the names of their values on the servers.
 from __future__ import annotations
 
 import sys
+from itertools import count
+from types import MethodType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+from tensorflow.python.util import tf_decorator
 
 from strategies.base.strategy import Strategy as ArrayStrategy
 from strategies.coordinator.link import Keep
@@ -45,6 +49,7 @@ class TensorReferences(ServedReferences):
         self._exchange = tensor_strategy.extended.exchange
         self._variables: dict[int, ServedVariable] = {}
         self._functions: dict[int, tuple[FunctionName, Any]] = {}
+        self._numbers = count()
         self._kept: dict[FunctionName, Any] = {}
         self._packing: list[Any] = []
 
@@ -71,7 +76,7 @@ class TensorReferences(ServedReferences):
         if isinstance(name, StrategyName):
             return self.tensor_strategy
         if isinstance(name, FunctionName):
-            return self._kept[name]
+            return self._kept.get(name) or _LaterFunction(self._kept, name)
         return self._variable(name) if isinstance(name, VariableName) else super().resolve(name)
 
     def keep(self, name: Any, thing: Any) -> None:
@@ -123,15 +128,44 @@ class TensorReferences(ServedReferences):
         if any(function is each for each in self._packing):
             return None
         if id(function) not in self._functions:
+            # Named first: it may refer to itself, as a method does by its object.
+            name = FunctionName(next(self._numbers))
+            self._functions[id(function)] = name, function
             # Without the graphs of the chief, where it may be called as well.
-            untraced = function._clone(None)
+            untraced = function._clone(_method_of(function))
             self._packing.append(untraced)
             try:
                 packed = pack(untraced, self)
+            except BaseException:
+                del self._functions[id(function)]
+                raise
             finally:
                 self._packing.pop()
-            name = FunctionName(len(self._functions))
             assert self._notify_workers is not None
             self._notify_workers(Keep(name), packed)
-            self._functions[id(function)] = name, function
         return self._functions[id(function)][0]
+
+
+def _method_of(function: Any) -> Any:
+    """The Python method of an object's `tf.function`, which has weak references to both.
+
+    None of a function, which has its own.
+    """
+    method = tf_decorator.unwrap(function.python_function)[1]
+    target = getattr(method, "__self__", None)
+    if not isinstance(target, TfMethodTarget):
+        return None
+    return MethodType(target.weakrefself_func__(), target.target)
+
+
+class _LaterFunction:
+    """A function within itself, while this worker unpacks it."""
+
+    def __init__(self, kept: dict[FunctionName, Any], name: FunctionName) -> None:
+        self._kept, self._name = kept, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._kept[self._name](*args, **kwargs)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._kept[self._name], attribute)

@@ -31,6 +31,9 @@ from strategies.tensorflow.operations import Operations, in_place_of
 from strategies.tensorflow.steps import Steps
 from strategies.tensorflow.variables import ReplicatedVariable, added_by_keras
 
+_ASSIGNED = frozenset({"dynamic_scale", "step_counter"})
+"""State of Keras's LossScaleOptimizer, which steps halve, double or reset."""
+
 
 class Place:
     """Where a variable is kept: on the servers, or in this process alone."""
@@ -53,6 +56,14 @@ class ServedVariable(ReplicatedVariable):
     @property
     def _unique_id(self) -> str:
         return self.chiefs_id or str(super()._unique_id)
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether the last step's value counts, and not the sum of what steps have added.
+
+        Two workers that halve a scale at once would leave 0.
+        """
+        return self.name.partition(":")[0].rpartition("/")[2] in _ASSIGNED
 
     @property
     def variables(self) -> list[Any]:
@@ -254,8 +265,12 @@ class Exchange:
             for variable, array, value in zip(changed, own, old, strict=True):
                 storage = variable.place.storage
                 # None where another thread has created the variable meanwhile.
-                if storage is not None and value is not None:
+                if storage is None or value is None:
+                    continue
+                if not variable.is_assigned:
                     storage.push_difference(array, value)
+                elif (array != value).any():
+                    storage.change(assign, array)
             if counts and self._arrays.staleness is not None:
                 self._arrays.worker.client.end_step()
             self._steps.end(int(own_number))

@@ -61,7 +61,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     with PropagatedErrors(strategy.communicator, "distribute"):
         optimizers = checked(strategy, model, optimizer)
         if together:
-            _refuse_apart(model, weighted=options.get("weighted", False))
+            refuse_apart(model, weighted=options.get("weighted", False))
         description = _description(model, optimizers)
     _close_earlier(model)
     options |= {"sparse": _sparse_parameters(model)}
@@ -130,7 +130,7 @@ def _description(model: Any, optimizers: Sequence[Any]) -> str:
     return ", ".join(texts)
 
 
-def _refuse_apart(model: Any, *, weighted: bool) -> None:
+def refuse_apart(model: Any, *, weighted: bool) -> None:
     """ValueError for layers with which the ranks would train apart, or not as one process does."""
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and hasattr(module, "embedding_dim"):

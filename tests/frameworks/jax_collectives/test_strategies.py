@@ -5,6 +5,7 @@ import pytest
 
 import collectives
 import strategies
+from tests.strategies.parameter_servers import strategy_on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3)]
 
@@ -218,3 +219,20 @@ def test_pytrees_that_cannot_be_averaged(jax, comm):
             state.value = wrong
     state.value = (value[0] * (comm.rank + 2.0), value[1])
     assert state.value[0].tolist() == [2.5, 2.5]
+
+
+def test_parameter_servers_take_no_pytrees(jax, comm):
+    """Each worker would train its own."""
+    from strategies.jax import PytreeState
+
+    with strategy_on(comm, 1) as strategy:
+        for call in (
+            lambda: PytreeState(strategy, jax.numpy.ones(2)),
+            lambda: strategy.value_and_grad(loss),
+        ):
+            with pytest.raises(TypeError, match=r"keep them in strategies\.Variable"):
+                call()
+        if comm.rank in strategy.roles.servers:
+            strategy.serve()
+        else:
+            strategy.shutdown()

@@ -1,5 +1,7 @@
 """ClusterCoordinator: a chief that schedules `tf.function`s on workers."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -115,3 +117,64 @@ def test_training(tf, ds, comm):
             coordinator.join()
 
     run_workers(ds, comm, work, chief=True)
+
+
+@pytest.mark.ranks(3)
+def test_functions_of_objects_and_of_threads(tf, ds, comm):
+    """Methods, functions that refer to themselves, and new functions of several threads."""
+
+    def work(strategy):
+        coordinator = ds.ClusterCoordinator(strategy)
+        with strategy.scope():
+            weight = tf.Variable(2.0)
+
+        class Decorated(tf.Module):
+            def __init__(self):
+                self.weight = weight
+
+            @tf.function
+            def step(self, value):
+                return value + self.weight
+
+        class Wrapped:
+            def __init__(self):
+                self.weight, self.step = weight, tf.function(self._step)
+
+            def _step(self, value):
+                return value * self.weight
+
+        @tf.function
+        def itself(number):
+            return itself.python_function(number - 1) if number > 0 else tf.constant(7.0)
+
+        def fetched(function, *args):
+            return float(coordinator.schedule(function, args=args).fetch())
+
+        assert fetched(Decorated().step, 1.0) == 3.0
+        assert fetched(Wrapped().step, 3.0) == 6.0
+        assert fetched(itself, 2) == 7.0
+        rows = tf.function(lambda: tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1])))
+        assert coordinator.schedule(rows).fetch().indices.numpy().tolist() == [1]
+
+        count, results = 4, {}
+        together = threading.Barrier(count)
+        # Large, so that packing one takes as long as another thread's turn.
+        ballast = np.zeros(300_000)
+
+        def schedule(number):
+            @tf.function
+            def function():
+                return tf.constant(number) + tf.cast(ballast[0], tf.int32)
+
+            together.wait()
+            results[number] = fetched(function)
+
+        threads = [threading.Thread(target=schedule, args=(each,)) for each in range(count)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert results == {each: each for each in range(count)}
+        return True
+
+    assert True in run_workers(ds, comm, work, chief=True)

@@ -317,3 +317,29 @@ def test_additions_of_all_workers_count(tf, ds, comm):
             made[2].assign_add([1, 2])
 
     run_workers(ds, comm, work)
+
+
+@pytest.mark.ranks(3)
+def test_workers_that_halve_the_loss_scale_at_once(tf, ds, comm):
+    """The last one counts: the sum of both changes would be a scale of 0, and weights of NaN."""
+
+    def work(strategy):
+        with strategy.scope():
+            weights = tf.Variable(np.ones(2, np.float32))
+            optimizer = tf.keras.optimizers.LossScaleOptimizer(
+                tf.keras.optimizers.SGD(1.0), initial_scale=1024.0
+            )
+            optimizer.build([weights])
+        together(strategy)
+
+        def overflow():
+            # Both have pulled before either pushes.
+            strategy._served.membership.group.barrier()
+            optimizer.apply_gradients([(tf.constant([np.inf, 1.0]), weights)])
+
+        strategy.run(overflow)
+        together(strategy)
+        return float(optimizer.dynamic_scale), weights.numpy().tolist()
+
+    results = run_workers(ds, comm, work)
+    assert [each for each in results if each] == [(512.0, [1.0, 1.0])] * 2

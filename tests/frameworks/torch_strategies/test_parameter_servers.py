@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 
+import collectives
 import strategies
 from strategies.parameter_server import FixedShardsPartitioner
 from tests.strategies.parameter_servers import number_of, run_workers, strategy_on, together
@@ -160,6 +161,85 @@ def test_calls_again_and_refusals(torch, comm):
         for given, first, each in zip(values, values_of(start), start.parameters(), strict=True):
             step = 0.1 * 1.5 * each.requires_grad
             np.testing.assert_allclose(given, first + workers * step, atol=1e-5)
+
+
+def test_optimizers_of_several_calls_and_of_none(torch, comm):
+    """Those of earlier calls go on; one that was not given is refused: no worker would see it."""
+
+    def work(strategy):
+        model, changed = network(torch, 1), number_of(strategy) + 1.0
+        before, sgd = values_of(model), torch.optim.SGD
+        first, second = (sgd(each.parameters(), 1.0) for each in model)
+        strategy.distribute(model, first)
+        with pytest.raises(ValueError, match="SGD was not given to distribute with its model"):
+            second.step()
+        strategy.distribute(model, second)
+        for each in model.parameters():
+            each.grad = torch.full_like(each, changed) if each.requires_grad else None
+        first.step()
+        second.step()
+        strategy.worker.client.fence()
+        together(strategy)
+        model.zero_grad()
+        first.step()
+        second.step()
+        limited = torch.nn.Embedding(3, 2, max_norm=1.0)
+        with pytest.raises(ValueError, match=r"max_norm=1\.0"):
+            strategy.distribute(limited, sgd(limited.parameters(), 1.0))
+        pair = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+        names = ["a", "b"] if strategy.is_chief else ["b", "a"]
+        crossed = torch.nn.ModuleDict(dict(zip(names, pair, strict=True)))
+        if strategy.is_chief:
+            strategy.distribute(crossed, sgd(crossed.parameters(), 1.0))
+        else:
+            with pytest.raises(
+                collectives.MismatchError, match=r"the chief's is distribute: a\.we"
+            ):
+                strategy.distribute(crossed, sgd(crossed.parameters(), 1.0))
+        return before, values_of(model)
+
+    results = run_workers(comm, 1, work)
+    total = sum(range(1, len(results) + 1))
+    for before, after in results:
+        for number, (first, last) in enumerate(zip(before, after, strict=True)):
+            np.testing.assert_allclose(last, first - total * (number < 3), atol=1e-6)
+
+
+def test_checkpoints_hold_the_servers_values(torch, comm, tmp_path):
+    """Those of all workers' steps; what is restored after `distribute` counts on the servers."""
+    path = comm.broadcast_object(str(tmp_path / "state"))
+
+    def work(strategy):
+        model = network(torch, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        strategy.distribute(model, optimizer)
+        begun = values_of(model)[0]
+        together(strategy)
+        checkpoint = strategies.Checkpoint(model=model)
+        for each in model.parameters():
+            each.grad = torch.full_like(each, number_of(strategy) + 1.0)
+        strategy.is_chief and optimizer.step()
+        together(strategy)
+        strategy.is_chief or optimizer.step()
+        strategy.worker.client.fence()
+        together(strategy)
+        checkpoint.save(path)
+        # As of a worker that goes on.
+        optimizer.step()
+        strategy.worker.client.fence()
+        together(strategy)
+        checkpoint.restore(path)
+        restored = values_of(model)[0]
+        together(strategy)
+        model.zero_grad()
+        optimizer.step()  # pulls
+        return begun, restored, values_of(model)[0]
+
+    results = run_workers(comm, 1, work)
+    total = sum(range(1, len(results) + 1))
+    for begun, restored, last in results:
+        np.testing.assert_allclose(restored, begun - total, atol=1e-6)
+        np.testing.assert_allclose(last, restored, atol=1e-6)
 
 
 def test_other_ranks(torch, comm):
