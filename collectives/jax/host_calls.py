@@ -64,14 +64,15 @@ class _Failure:
 def original_errors() -> Iterator[None]:
     """A context in which an exception of a function in a compiled program is raised as itself.
 
-    JAX raises a JaxRuntimeError with its text otherwise.
+    JAX raises a JaxRuntimeError with its text otherwise, or a ValueError once the program has run.
     """
     _Failure.error = None
     try:
         yield
-    except jax.errors.JaxRuntimeError:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         original, _Failure.error = _Failure.error, None
-        if original is None:
+        of_program = isinstance(error, jax.errors.JaxRuntimeError)
+        if original is None or not (of_program or str(original) in str(error)):
             raise
         raise original from None
 

@@ -7,6 +7,7 @@ only some ranks use run even where none is used.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,8 +21,6 @@ from collectives.world import given
 _OPS = {"SUM": "sum", "PROD": "product", "MIN": "min", "MAX": "max"}
 _OPS |= {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}
 _LOGICAL = {"LAND": "bitwise_and", "LOR": "bitwise_or", "LXOR": "bitwise_xor"}
-# One for each of mpi4py's communicators, which have no hash.
-_made: list[tuple[Any, Communicator]] = []
 
 
 def allreduce(x: Any, op: Any, *, comm: Any = None) -> Any:
@@ -168,12 +167,24 @@ def _communicator(comm: Any) -> Communicator:
 
 
 def _over(comm: Any) -> Communicator:
-    """A communicator over a duplicate of mpi4py's; the ranks make it together."""
-    for known, made in _made:
-        if known == comm:
-            return made
-    _made.append((comm, Communicator(comm)))
-    return _made[-1][1]
+    """A communicator over a duplicate of mpi4py's; the ranks make it together.
+
+    It is an attribute of the communicator, by whose `Free` it is closed (MPI 4.1, section 7.7):
+    MPI gives the handle of one that was freed to a new one.
+    """
+    made: Communicator | None = comm.Get_attr(_keyval())
+    if made is None:
+        made = Communicator(comm)
+        comm.Set_attr(_keyval(), made)
+    return made
+
+
+@cache
+def _keyval() -> int:
+    """The key of the attribute, which `comm.Dup` does not copy."""
+    mpi = sys.modules["mpi4py.MPI"]
+    key: int = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, made: made.close())
+    return key
 
 
 def _name(op: Any, x: Any) -> str:

@@ -187,7 +187,7 @@ class GradientReducer:
         return any(id(each) in self._reduced for each in parameters)
 
     def close(self) -> None:
-        """Remove the hooks: backward reduces no more. Not collective; may be called twice."""
+        """Remove the hooks, which keep the parameters in memory. Not collective; works twice."""
         self.closed = True
         open_reducers.discard(self)
         while self._hooks:

@@ -39,6 +39,8 @@ class _Training(NamedTuple):
     strategy: Replication
     reducer: GradientReducer
     hooks: list[Any]
+    close: weakref.finalize[..., Any]
+    """Closes the reducer, once."""
 
 
 _trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
@@ -103,7 +105,11 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     if together:
         _other_optimizers.note(optimizers)
-    _trainings[model] = _Training(strategy, reducer, hooks)
+    # A parameter's hook refers to the reducer, and that to the parameter, which no garbage
+    # collection sees: the memory would outlive the model.
+    close = weakref.finalize(model, reducer.close)
+    close.atexit = False
+    _trainings[model] = _Training(strategy, reducer, hooks, close)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 
 
@@ -163,7 +169,7 @@ def _close_earlier(model: Any) -> None:
     for other, training in list(_trainings.items()):
         if other is model or training.reducer.reduces(trained):
             del _trainings[other]
-            training.reducer.close()
+            training.close()
             for hook in training.hooks:
                 hook.remove()
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch.optim import SparseAdam
@@ -218,6 +219,8 @@ def DistributedOptimizer(  # noqa: N802
             wire_dtype=compression.wire_dtype,
             sparse=[name for name, _ in named] if isinstance(optimizer, SparseAdam) else (),
         )
+    # The parameters' hooks keep it, and it the parameters.
+    finalize(made, made._gradients.close).atexit = False
     return made
 
 

@@ -335,7 +335,14 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         differing(dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"DtypeMismatchError: .*differ"):
         differing(dtype)
-    np.testing.assert_array_equal(differing("float32"), np.ones(3 * comm.size))
+    for _ in range(3):
+        np.testing.assert_array_equal(differing("float32"), np.ones(3 * comm.size))
+    # A program that has run raises another error of JAX's, on the ranks where it has.
+    for _ in range(3):
+        with pytest.raises(collectives.DtypeMismatchError), calls.original_errors():
+            differing(dtype)
+    with pytest.raises(ValueError, match="of the program"), calls.original_errors():
+        raise ValueError("of the program")
     own = comm.split(0)
     own.deadline = 0.3
     late = jax.jit(lambda x: calls.all_reduce(x, comm=own))

@@ -68,6 +68,13 @@ def test_functions_and_communicators(jax, mpi, comm):
     part = world.Split(rank // 2)
     assert mpi4jax.allreduce(jnp.ones(()), mpi.SUM, comm=part) == part.Get_size()
     assert mpi4jax.allreduce(jnp.ones(()), mpi.SUM, comm=part) == part.Get_size()
+    # Another object may hold the handle of a communicator that is freed, which MPI gives again.
+    for color in (0, rank) * 3:
+        group = world.Split(color)
+        holder = mpi.Intracomm(group)
+        found = mpi4jax.allreduce(jnp.ones(()), mpi.SUM, comm=holder)
+        assert found == group.Get_size()
+        group.Free()
     with pytest.raises(ValueError, match="of float32: must be MPI's SUM, PROD"):
         mpi4jax.allreduce(own, mpi.LAND)
     with pytest.raises(ValueError, match="must be of one kind"):

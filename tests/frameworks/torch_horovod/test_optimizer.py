@@ -1,5 +1,8 @@
 """DistributedOptimizer trains on the ranks' batches as one process does on all."""
 
+import gc
+import weakref
+
 import pytest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
@@ -421,9 +424,21 @@ def test_a_sum_is_not_summed_again(torch, hvd):
     """Neither by the last backward of a step nor by an earlier one, where no step came between."""
     a = torch.nn.Parameter(torch.ones(1))
     options = {"op": hvd.Sum, "backward_passes_per_step": 2}
-    hvd.DistributedOptimizer(torch.optim.SGD([a], lr=0.0), [("a", a)], **options)
+    kept = hvd.DistributedOptimizer(torch.optim.SGD([a], lr=0.0), [("a", a)], **options)
     for _ in range(2):
         a.sum().backward()
     if hvd.size() > 1:
         with pytest.raises(RuntimeError, match="a: a second backward without a step would sum"):
             a.sum().backward()
+    del kept
+
+
+def test_memory_goes_with_the_optimizer(torch, hvd, comm):
+    """As of `strategies.distribute`."""
+    model, optimizer = distributed(torch, hvd)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    alive = [weakref.ref(each) for each in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(each() is not None for each in alive)

@@ -1,7 +1,9 @@
 """Torch models under a strategy train as one process does on the whole batches."""
 
 import copy
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -467,6 +469,23 @@ def test_samplers(torch, comm):
 
 
 @pytest.mark.ranks(2, 3)
+def test_memory_goes_with_the_model(torch, comm):
+    """Parameters' hooks hold their reducer, a cycle that garbage collection doesn't see."""
+    strategy, alive = strategies.MultiWorkerMirroredStrategy(communicator=comm), []
+    for number in range(3):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(number):
+            strategy.distribute(model, optimizer)
+        strategy.distribute(model, optimizer)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        alive += [weakref.ref(model.weight), weakref.ref(strategy.gradients_of(model))]
+        del model, optimizer
+    gc.collect()
+    assert [each() for each in alive] == [None] * 6
+
+
 def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
     strategy = strategy_of("worker", comm)
     encoder = torch.nn.Linear(5, 3)
