@@ -335,12 +335,13 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         differing(dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"DtypeMismatchError: .*differ"):
         differing(dtype)
-    for _ in range(3):
-        np.testing.assert_array_equal(differing("float32"), np.ones(3 * comm.size))
+    np.testing.assert_array_equal(differing("float32"), np.ones(3 * comm.size))
     # A program that has run raises another error of JAX's, on the ranks where it has.
+    again = jax.jit(calls.all_reduce)
     for _ in range(3):
-        with pytest.raises(collectives.DtypeMismatchError), calls.original_errors():
-            differing(dtype)
+        jax.block_until_ready(again(jnp.ones(4)))
+    with pytest.raises(collectives.ShapeMismatchError), calls.original_errors():
+        jax.block_until_ready(again(jnp.ones(4 + comm.rank)))
     with pytest.raises(ValueError, match="of the program"), calls.original_errors():
         raise ValueError("of the program")
     own = comm.split(0)
