@@ -56,6 +56,18 @@ class Predictions:
             self._function, model.predict_function = model.predict_function, function
 
 
+def _in_order(source: Any) -> Any:
+    """A dataset whose batches are split, though it reads files: their rows' order would change."""
+    if not isinstance(source, tf.data.Dataset):
+        return source
+    policies, options = tf.data.experimental.AutoShardPolicy, tf.data.Options()
+    given = source.options().experimental_distribute.auto_shard_policy
+    if given not in (policies.AUTO, policies.FILE):
+        return source
+    options.experimental_distribute.auto_shard_policy = policies.DATA
+    return source.with_options(options)
+
+
 def _joined(step: Callable[..., Any], data: Any) -> Any:
     """The step's outputs for the rows of all replicas, of which some may have none."""
     rows, empty, given = with_a_row(data)
@@ -79,14 +91,14 @@ def install() -> None:
     plain = Trainer.predict
 
     @wraps(plain)
-    def predict(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         training = training_of(model)
         if training is None:
-            return plain(model, *args, **kwargs)
+            return plain(model, x, *args, **kwargs)
         predictions = vars(model).get(PREDICTIONS)
         if predictions is None:
             predictions = Predictions(model, Loops(model, training, Statistics(training, model)))
             object.__setattr__(model, PREDICTIONS, predictions)
-        return predictions.all_rows(plain, args, kwargs)
+        return predictions.all_rows(plain, (_in_order(x), *args), kwargs)
 
     Trainer.predict = predict

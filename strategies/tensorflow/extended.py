@@ -257,6 +257,11 @@ def local_value(value: Any) -> Any:
         value = value.values[0]
     if value is None:
         raise TypeError(NOTHING)
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        raise TypeError(
+            f"a {type(value).__name__} can't be reduced or gathered: must be a tensor, such as of"
+            " to_tensor() or tf.sparse.to_dense"
+        )
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 

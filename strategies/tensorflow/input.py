@@ -29,11 +29,11 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """This rank's part of each global batch, or of the files, by the dataset's policy. Collective.
 
     A policy that one rank cannot follow raises an error on every rank. AUTO follows DATA where
-    there are fewer files than ranks. Where the ranks can count the batches, they do not agree on
-    the end at each step.
+    there are fewer files than ranks, and where the dataset combines several sources. Where the
+    ranks can count the batches, they do not agree on the end at each step.
 
-    ValueError for FILE with fewer files than ranks, and for elements without rows; TypeError for
-    what is no dataset.
+    ValueError for FILE with fewer files than ranks or with other data, and for elements without
+    rows; TypeError for what is no dataset.
     """
     communicator, options = extended.operations.communicator, _on_host(options)
     alone = communicator.size == 1
@@ -45,28 +45,35 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
         )
 
     def make(source: Any) -> Any:
-        return input_util.get_distributed_dataset(
-            source,
-            extended._input_workers_with_options(options),
-            extended._container_strategy(),
-            num_replicas_in_sync=None if alone else communicator.size,
-            input_context=None if alone else extended._input_context(),
-            options=options,
-        )
+        try:
+            return input_util.get_distributed_dataset(
+                source,
+                extended._input_workers_with_options(options),
+                extended._container_strategy(),
+                num_replicas_in_sync=None if alone else communicator.size,
+                input_context=None if alone else extended._input_context(),
+                options=options,
+            )
+        except tf.errors.NotFoundError as error:
+            raise ValueError(
+                "the dataset has sources that aren't files: AutoShardPolicy.FILE can't split them;"
+                " AutoShardPolicy.DATA splits batches instead"
+            ) from error
 
     if alone or not tf.executing_eagerly():
         return make(dataset)
     policy = _policy(dataset)
     if policy in (_POLICIES.AUTO, _POLICIES.FILE):
-        fewest = _fewest_elements(communicator, dataset)
-        if fewest < communicator.size:
+        fewest, several = _sources(communicator, dataset)
+        if fewest < communicator.size or (several and policy is _POLICIES.AUTO):
             if policy is _POLICIES.FILE:
                 raise ValueError(
                     f"the dataset has {fewest:.0f} files: must have at least {communicator.size}"
                     " with AutoShardPolicy.FILE, one for each rank; AutoShardPolicy.DATA splits"
                     " batches instead"
                 )
-            # FILE would fail during the iteration, on one rank, if these are files.
+            # FILE would fail during the iteration, on one rank, if these are files. Files that are
+            # zipped with other sources would be split apart from those.
             policy = _POLICIES.DATA
             dataset = _with_policy(dataset, policy)
     made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
@@ -80,16 +87,20 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     return made
 
 
-def joined(dataset: Any, count: int) -> Any:
-    """Batches of as many rows as `count` of the dataset's batches.
-
-    Raises ValueError for a dataset whose batches have no constant length.
-    """
+def distribute_whole_batches(extended: Any, dataset: Any, options: Any) -> Any:
+    """As `distribute`, of batches that are meant for one rank each. Collective."""
     _check_dataset(dataset, "experimental_distribute_dataset is given")
+    communicator = extended.operations.communicator
+    rank, size = communicator.rank, communicator.size
     length = int(distribute_ops.compute_batch_size(dataset))
-    if length < 1:
-        raise ValueError("LocalSGDStrategy distributes datasets whose last operation is batch()")
-    return dataset.rebatch(length * count)
+    padded = any(
+        each.shape.rank is None or not each.shape[1:].is_fully_defined()
+        for each in _tensor_specs(dataset)
+    )
+    if length < 1 or padded:
+        # Their rows can't be counted, or not be joined.
+        return distribute_from_function(extended, lambda _: dataset.shard(size, rank), options)
+    return distribute(extended, dataset.rebatch(length * size), options)
 
 
 def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], options: Any) -> Any:
@@ -100,9 +111,12 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     """
     options = _on_host(options)
 
+    specs: list[Any] = []
+
     def checked(context: Any) -> Any:
         dataset = dataset_fn(context)
         _check_dataset(dataset, "dataset_fn returned")
+        specs[:] = _tensor_specs(dataset)
         return dataset
 
     def make() -> Any:
@@ -118,7 +132,16 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     if communicator.size == 1 or not tf.executing_eagerly():
         return make()
     made = call_on_all(communicator, "distribute_datasets_from_function", make)
-    if len(set(communicator.all_gather_object(int(made.cardinality)))) > 1:
+    lengths = communicator.all_gather_object(int(made.cardinality))
+    if any(each.shape.rank == 0 for each in specs) and (
+        len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+    ):
+        raise ValueError(
+            f"the dataset's elements are {made.element_spec}: must be batches where the ranks may"
+            " have different numbers of them, since a rank without more gets one without rows;"
+            " call batch() first"
+        )
+    if len(set(lengths)) > 1:
         # Keras would end each rank's epoch by the rank's own number.
         made._cardinality = tf.data.UNKNOWN_CARDINALITY
         made._enable_get_next_as_optional = True
@@ -160,12 +183,16 @@ def _asserts(dataset: Any) -> bool:
     return isinstance(dataset, cardinality._AssertCardinalityDataset)
 
 
-def _fewest_elements(communicator: Communicator, dataset: Any) -> float:
-    """The least number of elements, such as files, of any source of any rank's dataset."""
+def _sources(communicator: Communicator, dataset: Any) -> tuple[float, bool]:
+    """The least number of elements, such as files, of any source of any rank's dataset.
+
+    And whether any rank's has several sources.
+    """
     sources = [each for each in _chain(dataset) if not (each._inputs() or _names_of_files(each))]
     counts = [int(each.cardinality()) for each in sources]
     fewest = min((each for each in counts if each >= 0), default=math.inf)
-    return float(min(communicator.all_gather_object(fewest)))
+    every = communicator.all_gather_object((fewest, len(sources) > 1))
+    return float(min(each for each, _ in every)), any(several for _, several in every)
 
 
 def _names_of_files(reader: Any) -> list[Any]:

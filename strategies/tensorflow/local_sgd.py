@@ -20,7 +20,7 @@ from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.empty_batches import sums_of_batches
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.graphs import current_graph, enclosing_function
-from strategies.tensorflow.input import distribute, joined
+from strategies.tensorflow.input import distribute_whole_batches
 from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
 from strategies.tensorflow.statistics import execute_if
 from strategies.tensorflow.strategy import Strategy
@@ -211,7 +211,7 @@ class LocalExtended(CollectiveExtended):
         return [each for each in made if each.trainable or each.is_statistic]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        return distribute(self, joined(dataset, self._size), options)
+        return distribute_whole_batches(self, dataset, options)
 
 
 def _without_nan(value: Any, empty: Any) -> Any:

@@ -93,6 +93,37 @@ def test_files(tf, strategy, comm, folder):
     assert sorted(functools.reduce(operator.iadd, found, [])) == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_files_beside_other_sources(tf, strategy, comm, folder):
+    """Rows stay paired, and in the order of one process in `predict`."""
+    policies, count = tf.data.experimental.AutoShardPolicy, 2 * comm.size
+    if comm.rank == 0:
+        for number in range(count):
+            lines = range(3 * number, 3 * number + 3)
+            (folder / f"{number}.txt").write_text("".join(f"{each}\n" for each in lines))
+    comm.barrier()
+    lines = tf.data.TextLineDataset([str(folder / f"{number}.txt") for number in range(count)])
+    read = lines.map(lambda line: tf.strings.to_number(line, tf.int64))
+    labels = tf.data.Dataset.range(3 * count)
+    for pair in ((read, labels), (labels, read)):
+        found = []
+        for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.zip(pair).batch(4)):
+            inputs, targets = strategy.experimental_local_results(batch)[0]
+            np.testing.assert_array_equal(inputs, targets)
+            found += inputs.numpy().tolist()
+        whole = functools.reduce(operator.iadd, comm.all_gather_object(found), [])
+        assert sorted(whole) == list(range(3 * count))
+    together = with_policy(tf, tf.data.Dataset.zip((read, labels)).batch(4), policies.FILE)
+    with pytest.raises(ValueError, match=r"sources that aren't files: AutoShardPolicy\.FILE can't"):
+        strategy.experimental_distribute_dataset(together)
+    with strategy.scope():
+        model = tf.keras.Sequential(
+            [tf.keras.Input((1,), dtype="int64"), tf.keras.layers.Identity()]
+        )
+    found = model.predict(read.map(lambda each: each[None]).batch(4), verbose=0)
+    assert found[:, 0].tolist() == list(range(3 * count))
+
+
 def test_from_a_function(tf, strategy, comm):
     def make(context):
         assert context.num_input_pipelines == context.num_replicas_in_sync == comm.size
@@ -188,6 +219,18 @@ def test_errors_of_one_rank(tf, strategy, comm, folder):
     with pytest.raises(FileNotFoundError, match="of the last rank"):
         strategy.distribute_datasets_from_function(make)
     assert float(strategy.reduce("SUM", tf.constant(1.0), axis=None)) == comm.size
+
+
+def test_elements_without_rows_of_different_numbers(tf, strategy, comm):
+    """The rank with fewer would get a sample that nobody made."""
+    with pytest.raises(ValueError, match="must be batches where the ranks may have different"):
+        strategy.distribute_datasets_from_function(
+            lambda context: tf.data.Dataset.range(2 + context.input_pipeline_id)
+        )
+    made = strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.range(2))
+    assert rows(strategy, made) == [0, 1]
+    with pytest.raises(TypeError, match="a RaggedTensor can't be reduced or gathered"):
+        strategy.gather(tf.ragged.constant([[1], [2, 3]]), axis=0)
 
 
 def test_datasets_of_a_function_with_different_lengths(tf, strategy, comm):

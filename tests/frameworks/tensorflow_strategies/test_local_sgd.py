@@ -303,3 +303,29 @@ def test_what_all_ranks_save_in_a_round_is_averaged(tf, ds, comm, tmp_path, how)
     else:
         tf.train.Checkpoint(model=model).restore(path)
     assert layer.kernel.numpy() == mean
+
+
+def test_batches_that_no_rows_can_be_counted_of(tf, ds, comm):
+    """Each rank takes whole batches of pipelines that end in another operation, or pad."""
+    strategy = ds.LocalSGDStrategy(2, communicator=comm)
+    numbers = tf.data.Dataset.range(10)
+    ragged = numbers.map(lambda each: tf.fill([each + 1], each))
+    kinds = {
+        "mapped": (numbers.batch(2).map(lambda each: each * 2).prefetch(1), 2),
+        "padded": (ragged.padded_batch(2), 1),
+    }
+    for kind, (dataset, factor) in kinds.items():
+        steps = [
+            strategy.experimental_local_results(each)[0].numpy()
+            for each in strategy.experimental_distribute_dataset(dataset)
+        ]
+        wanted = [[factor * 2 * each, factor * (2 * each + 1)] for each in range(comm.rank, 5, 2)]
+        own = [
+            each[:, 0].tolist() if each.ndim > 1 else each.tolist() for each in steps if len(each)
+        ]
+        assert own == wanted, kind
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    pairs = ((np.ones((4, 1)), np.ones((4, 1))) for _ in range(8))
+    model.fit(pairs, steps_per_epoch=3, verbose=0)
