@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from zipfile import is_zipfile
 
 from collectives.consistency.uncaught import end_the_job_on_exceptions
 from collectives.errors import CollectiveError, DeadlineExceededError
@@ -74,7 +78,17 @@ def _run(program: list[str], *, as_module: bool) -> None:
     # In place of the working directory, which `python -P` leaves out.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(program[0]).resolve().parent)
-    runpy.run_path(program[0], run_name="__main__")
+    path = program[0]
+    if os.path.isdir(path) or is_zipfile(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    # It stays the main module when the script has ended: functions of `atexit` may pickle objects
+    # of its classes.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = path
+    with io.open_code(str(Path(path).resolve())) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, vars(module))
 
 
 def _parser(module: str) -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ from collectives.launching.library import (
 from collectives.launching.torch_store import host_of, open_store
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE
 
-# Of the process that this variable names; the processes that it starts inherit it.
+# The process that is a rank, and its launch; the processes that it starts inherit it.
 _STARTED = "COLLECTIVES_STARTED"
 
 _session = ""
@@ -49,6 +49,7 @@ def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
     launch = None
     if not is_initialized() and os.environ.get(ALLOW_SINGLETON) != "1":
         launch = find_torch_launch(os.environ)
+        _refuse_child(launch)
     if launch is None or launch.size == 1 or started_by_mpi(os.environ):
         if not is_initialized():
             leave_job_of_parent()
@@ -57,8 +58,6 @@ def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
             raise UnusableError("MPI.Finalize was called: MPI can't start again in this process")
         mark_rank()
         return mpi
-    if os.environ.get(_STARTED) == str(launch):
-        raise no_rank(str(launch))
     load_mpich(launch.size)
     return start_through(open_store(launch, seconds), launch.rank, launch.size, seconds)
 
@@ -101,9 +100,18 @@ def start_through(
     for name in variables:
         del os.environ[name]
     _session = connection.session
-    if (launch := find_torch_launch(os.environ)) is not None:
-        os.environ[_STARTED] = str(launch)
+    launch = find_torch_launch(os.environ) or f"rank {rank} of {size}"
+    os.environ[_STARTED] = f"{os.getpid()} {launch}"
     return mpi
+
+
+def _refuse_child(launch: object) -> None:
+    """LaunchError in a process that a rank has started, unless it has a launcher of its own."""
+    process, _, started = os.environ.get(_STARTED, "").partition(" ")
+    if not started or process == str(os.getpid()) or started_by_mpi(os.environ):
+        return
+    if launch is None or str(launch) == started:
+        raise no_rank(started)
 
 
 def load_mpich(size: int) -> Any:

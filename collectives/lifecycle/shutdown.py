@@ -18,8 +18,8 @@ from typing import Any, NoReturn, Protocol
 from collectives.consistency.uncaught import end_alone
 from collectives.lifecycle.futures import complete_all, failures
 
-# A rank that ends in step with the others synchronizes with them at once. A rank that ends alone
-# cycles through its communicators, because it can't know in which one the others wait for it.
+# Ranks that end in step synchronize at once. A rank that ends alone cycles through its
+# communicators, because it can't know in which one the others wait for it.
 _FIRST_TURN = 1.0
 _ROUND_SECONDS = 0.4
 _SHORTEST_TURN = 0.02
@@ -139,18 +139,29 @@ def _close_all() -> None:
     groups, seconds = list(reversed(_open.values())), _FIRST_TURN
     while groups:
         _prepare()
-        waited = time.monotonic() - start
-        groups = [
-            group
-            for group in groups
-            if not group.close_at_exit(seconds)
-            and (group.deadline is None or waited < group.deadline)
-        ]
-        # Random, because two ranks that cycle in the same rhythm could miss each other for ever.
-        turn = _ROUND_SECONDS / max(1, len(groups)) * random.uniform(0.5, 1.5)
-        seconds = max(_SHORTEST_TURN, turn)
+        waited, left, short = time.monotonic() - start, [], 0.0
+        for group in groups:
+            begun = time.monotonic()
+            if group.close_at_exit(seconds):
+                # The ranks are in step.
+                seconds = _FIRST_TURN
+            else:
+                left.append(group)
+                seconds = _turn(_ROUND_SECONDS / len(groups))
+                short += time.monotonic() - begun if len(left) > 1 else 0
+        # As long in the first one, where ranks that aren't in step find each other.
+        seconds = _turn(max(_ROUND_SECONDS, short))
+        groups = [group for group in left if group.deadline is None or waited < group.deadline]
     complete_all()
     _prepare()
+
+
+def _turn(seconds: float) -> float:
+    """About as many seconds.
+
+    Random, because two ranks that cycle in the same rhythm could miss each other for ever.
+    """
+    return max(_SHORTEST_TURN, seconds * random.uniform(0.5, 1.5))
 
 
 @atexit.register

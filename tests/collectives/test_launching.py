@@ -289,13 +289,16 @@ def test_advice_for_worlds_of_one_rank_under_torchrun(name, environment, advice)
     assert advice in str(caught.value)
 
 
-def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("COLLECTIVES_STARTED", "rank 1 of 2 at here:29500")
+@pytest.mark.parametrize("launch", ["rank 1 of 2 at here:29500", "rank 0 of 2"])
+def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch, launch):
+    """Of torch's variables, and of the tasks of TF_CONFIG, which leave nothing else."""
+    if "here" in launch:
+        for name, value in TORCHRUN.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLLECTIVES_STARTED", f"{os.getppid()} {launch}")
     monkeypatch.setattr(start, "is_initialized", lambda: False)
     monkeypatch.setattr(start, "started_by_mpi", lambda environment: False)
-    with pytest.raises(LaunchError, match="rank 1 of 2 at here:29500 has started is no rank"):
+    with pytest.raises(LaunchError, match=f"{launch} has started is no rank"):
         start.start_mpi()
 
 

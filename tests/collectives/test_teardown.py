@@ -45,6 +45,12 @@ for group in groups:
     group.all_reduce_async(np.ones(3)).wait()
     group._engine.broken = RuntimeError("broken on every rank")
 """,
+    # Longer than the first wait: they must not follow each other through all communicators.
+    "many communicators on a rank that comes late": """
+groups = [collectives.Communicator(MPI.COMM_WORLD, deadline=60) for _ in range(60)]
+if rank == 0:
+    time.sleep(1.5)
+""",
     "a mailbox": """
 box = comm.mailbox()
 box.send((rank + 1) % size, "hello", [np.ones(200_000)])
@@ -109,6 +115,7 @@ def program(body):
 
 
 BY_DEFAULT = (
+    "many communicators on a rank that comes late",
     "a mailbox in which one rank waits when the others end",
     "a mismatch",
 )
