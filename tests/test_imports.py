@@ -177,6 +177,7 @@ LAZY = {
         "strategies/input/batches.py",
         "strategies/input/element_spec.py",
         "strategies/keras/torch_gradients.py",
+        "strategies/parameter_server/torch_models.py",
         "strategies/torch/distribution.py",
         "strategies/torch/other_optimizers.py",
         "strategies/torch/sampler.py",

@@ -59,10 +59,7 @@ class ServedVariable(ReplicatedVariable):
 
     @property
     def is_assigned(self) -> bool:
-        """Whether the last step's value counts, and not the sum of what steps have added.
-
-        Two workers that halve a scale at once would leave 0.
-        """
+        """Whether the last step's value counts: two workers that halve it at once would leave 0."""
         return self.name.partition(":")[0].rpartition("/")[2] in _ASSIGNED
 
     @property
