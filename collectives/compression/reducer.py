@@ -58,6 +58,8 @@ class CompressedReducer:
             self._leaders = communicator.split(0 if leads else None)
         self._lists: dict[Hashable, _List] = {}
         self._last: _List | None = None
+        self._bytes_sent = 0
+        """In the last call, of a list that was forgotten since."""
 
     @property
     def bytes_between_nodes(self) -> int:
@@ -65,7 +67,7 @@ class CompressedReducer:
 
         Without arrays that are never compressed. 0 on other ranks, and with one node.
         """
-        return 0 if self._last is None else self._last.bytes_sent
+        return self._bytes_sent if self._last is None else self._last.bytes_sent
 
     def all_reduce_many(
         self, arrays: Sequence[Any], op: ReduceOp | str = "mean", *, of: Hashable = None
@@ -116,8 +118,8 @@ class CompressedReducer:
         On every rank, before the next call of the name, which begins a new list.
         """
         forgotten = self._lists.pop(of, None)
-        if forgotten is self._last:
-            self._last = None
+        if forgotten is not None and forgotten is self._last:
+            self._last, self._bytes_sent = None, forgotten.bytes_sent
 
     def close(self) -> None:
         """Close the communicators of the nodes and leaders. Collective."""

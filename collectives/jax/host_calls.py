@@ -71,8 +71,10 @@ def original_errors() -> Iterator[None]:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         original, _Failure.error = _Failure.error, None
-        of_program = isinstance(error, jax.errors.JaxRuntimeError)
-        if original is None or not (of_program or str(original) in str(error)):
+        of_program = isinstance(error, jax.errors.JaxRuntimeError) or (
+            str(original) and str(original) in str(error)
+        )
+        if original is None or not of_program:
             raise
         raise original from None
 

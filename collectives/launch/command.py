@@ -79,7 +79,7 @@ def _run(program: list[str], *, as_module: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(program[0]).resolve().parent)
     path = program[0]
-    if os.path.isdir(path) or is_zipfile(path):
+    if os.path.isdir(path) or path.endswith(".pyc") or is_zipfile(path):
         runpy.run_path(path, run_name="__main__")
         return
     # It stays the main module when the script has ended: functions of `atexit` may pickle objects
@@ -87,7 +87,7 @@ def _run(program: list[str], *, as_module: bool) -> None:
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = path
     with io.open_code(str(Path(path).resolve())) as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(module))
 
 

@@ -184,7 +184,11 @@ class PreemptionCheckpointHandler:
         elif args or kwargs:
             self._manager.save(*args, **kwargs)
         else:
-            self._manager.save(max(self._calls, self._latest()))
+            # A number of its own, also where the program numbers others, or never calls `run`.
+            self._save_as(max(self._calls, self._latest() + 1))
+
+    def _save_as(self, number: int) -> None:
+        self._manager.save(number)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self._noticed = self._noticed or time.monotonic()

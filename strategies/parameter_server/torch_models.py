@@ -8,6 +8,7 @@ it is the same as pushing gradients (Downpour SGD; Dean et al., NIPS 2012).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -50,6 +51,15 @@ class _Hooks(NamedTuple):
 _models: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
 _hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
 """Of each optimizer, which may be given with several models: the last one counts."""
+
+
+class _Stepping(threading.local):
+    """Whether an optimizer that was given steps in this thread: it may step others."""
+
+    given = False
+
+
+_stepping = _Stepping()
 _hooks_of_all: list[Any] = []
 """That of the steps of all optimizers, once there is a model."""
 
@@ -76,7 +86,7 @@ def distribute(
         if each in _hooks:
             for hook in _hooks.pop(each).handles:
                 hook.remove()
-        _hooks[each] = _Hooks(worker, _install(worker, served, each, counts=counts))
+        _hooks[each] = _Hooks(worker, _install(worker, model, served, each, counts=counts))
     _models[model] = _Model(worker, served)
     worker.settle, worker.restored = partial(_settle, worker), partial(_restored, worker)
     if not _hooks_of_all:
@@ -112,6 +122,8 @@ def _models_of(worker: Worker) -> list[_Model]:
 
 def _refuse_others(optimizer: Any, *_: Any) -> None:
     """ValueError for the step of an optimizer that was not given: no other worker would see it."""
+    if _stepping.given:
+        return
     stepping = [each for group in optimizer.param_groups for each in group["params"]]
     given = _hooks.get(optimizer)
     for model in list(_models.values()):
@@ -151,9 +163,9 @@ def _pull(worker: Worker, served: list[_Served]) -> None:
 
 
 def _install(
-    worker: Worker, served: dict[int, _Served], optimizer: Any, *, counts: bool
+    worker: Worker, model: Any, served: dict[int, _Served], optimizer: Any, *, counts: bool
 ) -> list[Any]:
-    """The hooks of an optimizer's steps."""
+    """The hooks of an optimizer's steps. The model lives as long as the optimizer."""
     before: list[tuple[_Served, Array]] = []
 
     def before_step(stepping: Any, *_: Any) -> None:
@@ -161,10 +173,12 @@ def _install(
         for parameter in trained:
             if id(parameter) not in served:
                 raise unknown_parameter(parameter)
+        _stepping.given = True
         found = [served[id(each)] for each in trained if each.requires_grad]
         before[:] = [(each, each.array().copy()) for each in found]
 
     def after_step(*_: Any) -> None:
+        _stepping.given = False
         for each, old in before:
             each.storage.push_difference(each.array(), old)
         if counts:
@@ -172,4 +186,5 @@ def _install(
         _pull(worker, [each for each, _ in before])
         before.clear()
 
+    before_step.model = model  # type: ignore[attr-defined]
     return step_hooks(optimizer, before_step, after_step)

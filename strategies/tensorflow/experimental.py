@@ -58,3 +58,7 @@ class PreemptionCheckpointHandler(preemption.PreemptionCheckpointHandler):
         if communicator is None:
             raise ValueError("communicator=None: must be given outside of a strategy's scope")
         return communicator
+
+    def _save_as(self, number: int) -> None:
+        # Whatever `checkpoint_interval` the manager has.
+        self._manager.save(number, check_interval=False)

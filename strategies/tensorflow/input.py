@@ -55,6 +55,8 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
                 options=options,
             )
         except tf.errors.NotFoundError as error:
+            if "unshardable" not in str(error):
+                raise
             raise ValueError(
                 "the dataset has sources that aren't files: AutoShardPolicy.FILE can't split them;"
                 " AutoShardPolicy.DATA splits batches instead"
@@ -133,13 +135,12 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
         return make()
     made = call_on_all(communicator, "distribute_datasets_from_function", make)
     lengths = communicator.all_gather_object(int(made.cardinality))
-    if any(each.shape.rank == 0 for each in specs) and (
-        len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
-    ):
+    scalars = bool(specs) and all(each.shape.rank == 0 for each in specs)
+    if scalars and len(set(lengths)) > 1 and tf.data.UNKNOWN_CARDINALITY not in lengths:
         raise ValueError(
-            f"the dataset's elements are {made.element_spec}: must be batches where the ranks may"
-            " have different numbers of them, since a rank without more gets one without rows;"
-            " call batch() first"
+            f"the dataset's elements are {made.element_spec}: must be batches where the ranks have"
+            " different numbers of them, since a rank without more gets one without rows; call"
+            " batch() first"
         )
     if len(set(lengths)) > 1:
         # Keras would end each rank's epoch by the rank's own number.

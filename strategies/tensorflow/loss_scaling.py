@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import keras
@@ -32,3 +34,19 @@ def agree_on_overflows(strategy: Any) -> Undo:
         return check_finite
 
     return replace_method(keras.optimizers.LossScaleOptimizer, "check_finite", make)
+
+
+def makes_scale() -> bool:
+    """Whether the variable that is being made is state of a LossScaleOptimizer.
+
+    Its steps halve, double or reset that.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.optimizers.LossScaleOptimizer):
+            return frame.f_code.co_name in ("build", "add_variable")
+        if isinstance(owner, keras.optimizers.Optimizer):
+            return False
+        frame = frame.f_back
+    return False

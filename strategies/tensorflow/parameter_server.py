@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -128,6 +129,11 @@ class ServedExtended(CollectiveExtended):
             self._container_strategy(), self._device, mirror, next_creator, CLASSES, **kwargs
         )
         self.exchange.add(variable, place)
+        if "keras" in sys.modules:
+            from strategies.tensorflow.loss_scaling import makes_scale
+
+            # Two workers that halve a scale at once would leave 0.
+            variable.is_assigned = makes_scale()
         return variable
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:

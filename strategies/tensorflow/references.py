@@ -32,6 +32,7 @@ class VariableName(NamedTuple):
     trainable: bool
     aggregation: tf.VariableAggregation
     unique_id: str
+    is_assigned: bool
 
 
 class FunctionName(NamedTuple):
@@ -107,7 +108,7 @@ class TensorReferences(ServedReferences):
         info = place.storage.info
         self._variables.setdefault(info.shards[0].number, variable)
         rules = variable.trainable, variable.aggregation
-        return VariableName(info, variable.name, *rules, variable._unique_id)
+        return VariableName(info, variable.name, *rules, variable._unique_id, variable.is_assigned)
 
     def _variable(self, name: VariableName) -> ServedVariable:
         number = name.info.shards[0].number
@@ -119,7 +120,7 @@ class TensorReferences(ServedReferences):
                     name=name.name.partition(":")[0],
                 )
             made = ServedVariable(self.tensor_strategy, [copy], name.aggregation)
-            made.chiefs_id = name.unique_id
+            made.chiefs_id, made.is_assigned = name.unique_id, name.is_assigned
             self._exchange.add(made, Place(self.storage(name.info)))
             self._variables[number] = made
         return self._variables[number]

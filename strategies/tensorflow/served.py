@@ -31,9 +31,6 @@ from strategies.tensorflow.operations import Operations, in_place_of
 from strategies.tensorflow.steps import Steps
 from strategies.tensorflow.variables import ReplicatedVariable, added_by_keras
 
-_ASSIGNED = frozenset({"dynamic_scale", "step_counter"})
-"""State of Keras's LossScaleOptimizer, which steps halve, double or reset."""
-
 
 class Place:
     """Where a variable is kept: on the servers, or in this process alone."""
@@ -53,14 +50,12 @@ class ServedVariable(ReplicatedVariable):
     chiefs_id: str | None = None
     """On a worker that serves a chief: by which the chief's optimizers identify the variable."""
 
+    is_assigned = False
+    """Whether the last step's value counts, and not the sum of what steps have added."""
+
     @property
     def _unique_id(self) -> str:
         return self.chiefs_id or str(super()._unique_id)
-
-    @property
-    def is_assigned(self) -> bool:
-        """Whether the last step's value counts: two workers that halve it at once would leave 0."""
-        return self.name.partition(":")[0].rpartition("/")[2] in _ASSIGNED
 
     @property
     def variables(self) -> list[Any]:

@@ -102,6 +102,8 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
 
+    # The model lives as long as an optimizer of it: it may be a list of a program's modules.
+    before_step.model = model  # type: ignore[attr-defined]
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     if together:
         _other_optimizers.note(optimizers)

@@ -369,6 +369,9 @@ import collectives
 comm = collectives.world(deadline=30)
 total = comm.all_reduce(np.array(comm.rank + 1.0))
 sys.stdout.write(f"{sys.argv[1:]} {comm.rank} {MPI.COMM_WORLD.size} {total:g} {__name__}\\n")
+# The launcher's own future imports must not change it.
+def annotated(x: int): assert annotated.__annotations__ == {"x": int}
+annotated(1)
 class Kept: pass
 @atexit.register
 def dump(): sys.stdout.write("pickled\\n" if pickle.dumps(Kept()) else "")

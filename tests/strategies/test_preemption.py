@@ -96,6 +96,20 @@ def test_a_grace_period_is_used_for_training(comm, directory):
     assert len(set(comm.all_gather_object(second))) == 1
 
 
+def test_checkpoints_of_the_programs_own_stay(comm, directory):
+    """A number of its own, though the program numbers others, and never calls `run`."""
+    told = [False]
+    config = TerminationConfig(lambda: told[0], exit_fn=lambda: None)
+    with strategy_of(comm) as strategy:
+        training = Training(strategy, None, config, lambda each: CheckpointManager(each, directory))
+        with training.handler as handler:
+            handler._manager.save(1000)
+            training.step()
+            told[0] = True
+            handler.save_checkpoint_if_preempted()
+            assert [each[-16:-12] for each in handler._manager.checkpoints] == ["1000", "1001"]
+
+
 def test_a_watcher_and_functions_of_ones_own(comm, directory):
     """Without an exit the training continues, and the next notice is one of its own."""
     calls, told = [], [False]

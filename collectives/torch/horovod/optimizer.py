@@ -219,7 +219,9 @@ def DistributedOptimizer(  # noqa: N802
             wire_dtype=compression.wire_dtype,
             sparse=[name for name, _ in named] if isinstance(optimizer, SparseAdam) else (),
         )
-    # The parameters' hooks keep it, and it the parameters.
+    # A parameter's hook keeps the reducer, and that the parameter, which no garbage collection
+    # sees. A program may step the original optimizer alone.
+    optimizer._distributed = made
     finalize(made, made._gradients.close).atexit = False
     return made
 
@@ -227,7 +229,7 @@ def DistributedOptimizer(  # noqa: N802
 @contextmanager
 def _replaced(parameters: list[Any]) -> Iterator[None]:
     """A context that makes a reducer of these in place of earlier ones, or else leaves those."""
-    every = [each for each in open_reducers if isinstance(each, _Gradients)]
+    every = [each for each in list(open_reducers) if isinstance(each, _Gradients)]
     earlier = [each for each in every if each.reduces(parameters)]
     for each in earlier:
         open_reducers.discard(each)

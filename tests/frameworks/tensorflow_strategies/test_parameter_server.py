@@ -330,16 +330,19 @@ def test_workers_that_halve_the_loss_scale_at_once(tf, ds, comm):
                 tf.keras.optimizers.SGD(1.0), initial_scale=1024.0
             )
             optimizer.build([weights])
+            # Of the program, not of the optimizer.
+            count = tf.Variable(0, dtype=tf.int64, trainable=False, name="step_counter")
         together(strategy)
 
         def overflow():
             # Both have pulled before either pushes.
             strategy._served.membership.group.barrier()
+            count.assign_add(1)
             optimizer.apply_gradients([(tf.constant([np.inf, 1.0]), weights)])
 
         strategy.run(overflow)
         together(strategy)
-        return float(optimizer.dynamic_scale), weights.numpy().tolist()
+        return float(optimizer.dynamic_scale), int(count), weights.numpy().tolist()
 
     results = run_workers(ds, comm, work)
-    assert [each for each in results if each] == [(512.0, [1.0, 1.0])] * 2
+    assert [each for each in results if each] == [(512.0, 2, [1.0, 1.0])] * 2

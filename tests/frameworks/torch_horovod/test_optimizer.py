@@ -434,10 +434,14 @@ def test_a_sum_is_not_summed_again(torch, hvd):
 
 
 def test_memory_goes_with_the_optimizer(torch, hvd, comm):
-    """As of `strategies.distribute`."""
-    model, optimizer = distributed(torch, hvd)
-    model(torch.ones(1, 3)).sum().backward()
+    """As of `strategies.distribute`; or with the original one, which a program may step alone."""
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    gc.collect()
+    model(torch.ones(1, 3) * comm.rank).sum().backward()
     optimizer.step()
+    check(torch, hvd, model, list(model.parameters()))
     alive = [weakref.ref(each) for each in model.parameters()]
     del model, optimizer
     gc.collect()

@@ -478,9 +478,16 @@ def test_memory_goes_with_the_model(torch, comm):
         for _ in range(number):
             strategy.distribute(model, optimizer)
         strategy.distribute(model, optimizer)
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
         alive += [weakref.ref(model.weight), weakref.ref(strategy.gradients_of(model))]
+        # A list of modules that the program drops lives as long as its optimizer.
+        strategy.distribute(torch.nn.ModuleList([model]), optimizer)
+        gc.collect()
+        model(torch.ones(1, 3) * comm.rank).sum().backward()
+        optimizer.step()
+        assert (
+            len({each.tobytes() for each in comm.all_gather_object(model.weight.detach().numpy())})
+            == 1
+        )
         del model, optimizer
     gc.collect()
     assert [each() for each in alive] == [None] * 6

@@ -1,6 +1,7 @@
 """Torch models whose parameters lie on parameter servers."""
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -203,6 +204,43 @@ def test_optimizers_of_several_calls_and_of_none(torch, comm):
     for before, after in results:
         for number, (first, last) in enumerate(zip(before, after, strict=True)):
             np.testing.assert_allclose(last, first - total * (number < 3), atol=1e-6)
+
+
+def test_an_optimizer_that_steps_another_one(torch, comm):
+    """As Lookahead does: the inner one was not given, and its steps are part of the outer's."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups, {})
+
+        def step(self):
+            self.inner.step()
+
+    def work(strategy):
+        model = network(torch, 1)
+        before = values_of(model)[0]
+        outer = Outer(torch.optim.SGD(model.parameters(), 1.0))
+        strategy.distribute(torch.nn.ModuleList([model]), outer)
+        gc.collect()
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        outer.step()
+        strategy.worker.client.fence()
+        together(strategy)
+        with pytest.raises(ValueError, match="SGD was not given"):
+            outer.inner.step()
+        model.zero_grad()
+        outer.step()
+        np.testing.assert_allclose(values_of(model)[0], before - (comm.size - 1), atol=1e-6)
+
+    # Not in its scope, which refuses such optimizers.
+    with strategy_on(comm, 1) as strategy:
+        if comm.rank in strategy.roles.servers:
+            strategy.serve()
+        else:
+            work(strategy)
+            strategy.shutdown()
 
 
 def test_checkpoints_hold_the_servers_values(torch, comm, tmp_path):
