@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -35,20 +35,50 @@ _WRAPPERS = (
 )
 
 
-class _Training(NamedTuple):
-    strategy: Replication
-    reducer: GradientReducer
-    hooks: list[Any]
-    close: weakref.finalize[..., Any]
-    """Closes the reducer, once."""
+class _Training:
+    """What trains one model, until all modules with trained parameters are gone.
+
+    A parameter's hook refers to the reducer, and that to the parameter, which no garbage collection
+    sees: their memory would stay. The model itself may be a list of modules that is dropped.
+    """
+
+    def __init__(
+        self, strategy: Replication, model: Any, reducer: GradientReducer, hooks: list[Any]
+    ) -> None:
+        self.strategy, self.model, self.reducer = strategy, weakref.ref(model), reducer
+        self._hooks = hooks
+        owners = [
+            module
+            for module in model.modules()
+            if any(each.requires_grad for each in module.parameters(recurse=False))
+        ]
+        self._left = len(owners)
+        self._finalizers = [weakref.finalize(each, self._lose) for each in owners]
+        for each in self._finalizers:
+            each.atexit = False
+
+    def _lose(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.close()
+
+    def close(self) -> None:
+        """Reduce no more."""
+        for each in self._finalizers:
+            each.detach()
+        if self in _trainings:
+            _trainings.remove(self)
+        self.reducer.close()
+        for hook in self._hooks:
+            hook.remove()
 
 
-_trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+_trainings: list[_Training] = []
 _other_optimizers = OtherOptimizers(
     lambda: [
         (model, each.reducer)
-        for model, each in list(_trainings.items())
-        if each.strategy.num_replicas_in_sync > 1
+        for each in list(_trainings)
+        if each.strategy.num_replicas_in_sync > 1 and (model := each.model()) is not None
     ]
 )
 
@@ -102,16 +132,10 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
 
-    # The model lives as long as an optimizer of it: it may be a list of a program's modules.
-    before_step.model = model  # type: ignore[attr-defined]
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     if together:
         _other_optimizers.note(optimizers)
-    # A parameter's hook refers to the reducer, and that to the parameter, which no garbage
-    # collection sees: the memory would outlive the model.
-    close = weakref.finalize(model, reducer.close)
-    close.atexit = False
-    _trainings[model] = _Training(strategy, reducer, hooks, close)
+    _trainings.append(_Training(strategy, model, reducer, hooks))
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 
 
@@ -168,17 +192,15 @@ def _plain(setting: Any) -> Any:
 
 def _close_earlier(model: Any) -> None:
     trained = [each for each in model.parameters() if each.requires_grad]
-    for other, training in list(_trainings.items()):
-        if other is model or training.reducer.reduces(trained):
-            del _trainings[other]
+    for training in list(_trainings):
+        if training.model() is model or training.reducer.reduces(trained):
             training.close()
-            for hook in training.hooks:
-                hook.remove()
 
 
 def gradients_of(strategy: Replication, model: Any) -> GradientReducer:
     """The reducer of a distributed model. ValueError for any other object."""
-    training = _trainings.get(model) if isinstance(model, torch.nn.Module) else None
+    found = (each for each in list(_trainings) if each.model() is model)
+    training = None if model is None else next(found, None)
     if training is None or training.strategy is not strategy:
         raise ValueError(
             f"{type(model).__name__}: must be a model that was given to distribute of {strategy}"

@@ -479,8 +479,9 @@ def test_memory_goes_with_the_model(torch, comm):
             strategy.distribute(model, optimizer)
         strategy.distribute(model, optimizer)
         alive += [weakref.ref(model.weight), weakref.ref(strategy.gradients_of(model))]
-        # A list of modules that the program drops lives as long as its optimizer.
+        # The program drops the list of modules that it gave, and makes another optimizer.
         strategy.distribute(torch.nn.ModuleList([model]), optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         gc.collect()
         model(torch.ones(1, 3) * comm.rank).sum().backward()
         optimizer.step()
