@@ -38,7 +38,8 @@ class Diagnostics:
         (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or ~/.cache) for communicators on
         the same host, MPI and layout; a failure is logged. Returns a readable report.
         """
-        return self._run(tuning.tune(save=save).then(self._forget))  # type: ignore[no-any-return]
+        report: str = self._run(tuning.tune(save=save).then(self._forget))
+        return report
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.

@@ -186,5 +186,5 @@ def _install(
         _pull(worker, [each for each, _ in before])
         before.clear()
 
-    before_step.model = model  # type: ignore[attr-defined]
+    before_step.model = model  # type: ignore[attr-defined]  # any may be set
     return step_hooks(optimizer, before_step, after_step)

@@ -112,7 +112,6 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     batches differ, no rank uses its own: the ranks agree on the end at each step.
     """
     options = _on_host(options)
-
     specs: list[Any] = []
 
     def checked(context: Any) -> Any:

@@ -74,7 +74,7 @@ def test_a_grace_period_is_used_for_training(comm, directory):
     class Manager(CheckpointManager):
         def save(self, step=None):
             saved.append((step, time.monotonic()))
-            time.sleep(0.1)
+            time.sleep(0.1)  # the time that the last checkpoint must be left
             return super().save(step)
 
     with strategy_of(comm) as strategy:
