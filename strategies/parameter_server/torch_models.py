@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from strategies.parameter_server.storage import ServedStorage
 from strategies.parameter_server.worker import PARAMETER, Worker
 from strategies.replication.replication import Replication
 from strategies.torch.distribution import checked, refuse_apart, unknown_parameter
+from strategies.torch.lifetime import Lifetime
 from strategies.torch.steps import step_hooks
 
 
@@ -38,9 +39,20 @@ class _Served(NamedTuple):
         return from_torch(self.parameter, "parameter")
 
 
-class _Model(NamedTuple):
-    worker: Worker
-    served: dict[int, _Served]
+class _Model:
+    """The parameters of a distributed model on one worker."""
+
+    def __init__(
+        self, worker: Worker, served: dict[int, _Served], model: Any, optimizers: Sequence[Any]
+    ) -> None:
+        self.worker, self.served = worker, served
+        self._lifetime = Lifetime(model, optimizers, self.close)
+
+    def close(self) -> None:
+        """Forget the parameters."""
+        self._lifetime.close()
+        if self in _models:
+            _models.remove(self)
 
 
 class _Hooks(NamedTuple):
@@ -48,7 +60,7 @@ class _Hooks(NamedTuple):
     handles: list[Any]
 
 
-_models: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
+_models: list[_Model] = []
 _hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
 """Of each optimizer, which may be given with several models: the last one counts."""
 
@@ -86,8 +98,11 @@ def distribute(
         if each in _hooks:
             for hook in _hooks.pop(each).handles:
                 hook.remove()
-        _hooks[each] = _Hooks(worker, _install(worker, model, served, each, counts=counts))
-    _models[model] = _Model(worker, served)
+        _hooks[each] = _Hooks(worker, _install(worker, served, each, counts=counts))
+    for earlier in _models_of(worker):
+        if earlier.served.keys() <= served.keys():
+            earlier.close()
+    _models.append(_Model(worker, served, model, optimizers))
     worker.settle, worker.restored = partial(_settle, worker), partial(_restored, worker)
     if not _hooks_of_all:
         _hooks_of_all.append(register_optimizer_step_pre_hook(_refuse_others))
@@ -117,7 +132,7 @@ def _restored(worker: Worker, parameters: Iterable[Any]) -> None:
 
 
 def _models_of(worker: Worker) -> list[_Model]:
-    return [each for each in list(_models.values()) if each.worker is worker]
+    return [each for each in list(_models) if each.worker is worker]
 
 
 def _refuse_others(optimizer: Any, *_: Any) -> None:
@@ -126,7 +141,7 @@ def _refuse_others(optimizer: Any, *_: Any) -> None:
         return
     stepping = [each for group in optimizer.param_groups for each in group["params"]]
     given = _hooks.get(optimizer)
-    for model in list(_models.values()):
+    for model in list(_models):
         if (given is not None and given.worker is model.worker) or model.worker.has_left:
             continue
         if any(id(each) in model.served for each in stepping):
@@ -163,9 +178,9 @@ def _pull(worker: Worker, served: list[_Served]) -> None:
 
 
 def _install(
-    worker: Worker, model: Any, served: dict[int, _Served], optimizer: Any, *, counts: bool
+    worker: Worker, served: dict[int, _Served], optimizer: Any, *, counts: bool
 ) -> list[Any]:
-    """The hooks of an optimizer's steps. The model lives as long as the optimizer."""
+    """The hooks of an optimizer's steps."""
     before: list[tuple[_Served, Array]] = []
 
     def before_step(stepping: Any, *_: Any) -> None:
@@ -186,5 +201,4 @@ def _install(
         _pull(worker, [each for each, _ in before])
         before.clear()
 
-    before_step.model = model  # type: ignore[attr-defined]  # any may be set
     return step_hooks(optimizer, before_step, after_step)

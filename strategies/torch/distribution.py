@@ -21,6 +21,7 @@ from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
 from strategies.foreign.registry import framework_of
 from strategies.replication.replication import Replication
+from strategies.torch.lifetime import Lifetime
 from strategies.torch.other_optimizers import OtherOptimizers
 from strategies.torch.steps import step_hooks
 
@@ -36,36 +37,26 @@ _WRAPPERS = (
 
 
 class _Training:
-    """What trains one model, until all modules with trained parameters are gone.
+    """What trains one model.
 
     A parameter's hook refers to the reducer, and that to the parameter, which no garbage collection
-    sees: their memory would stay. The model itself may be a list of modules that is dropped.
+    sees: their memory would stay.
     """
 
     def __init__(
-        self, strategy: Replication, model: Any, reducer: GradientReducer, hooks: list[Any]
+        self,
+        strategy: Replication,
+        model: Any,
+        optimizers: Sequence[Any],
+        reducer: GradientReducer,
+        hooks: list[Any],
     ) -> None:
         self.strategy, self.model, self.reducer = strategy, weakref.ref(model), reducer
-        self._hooks = hooks
-        owners = [
-            module
-            for module in model.modules()
-            if any(each.requires_grad for each in module.parameters(recurse=False))
-        ]
-        self._left = len(owners)
-        self._finalizers = [weakref.finalize(each, self._lose) for each in owners]
-        for each in self._finalizers:
-            each.atexit = False
-
-    def _lose(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self.close()
+        self._hooks, self._lifetime = hooks, Lifetime(model, optimizers, self.close)
 
     def close(self) -> None:
         """Reduce no more."""
-        for each in self._finalizers:
-            each.detach()
+        self._lifetime.close()
         if self in _trainings:
             _trainings.remove(self)
         self.reducer.close()
@@ -135,7 +126,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     if together:
         _other_optimizers.note(optimizers)
-    _trainings.append(_Training(strategy, model, reducer, hooks))
+    _trainings.append(_Training(strategy, model, optimizers, reducer, hooks))
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 
 

@@ -490,8 +490,18 @@ def test_memory_goes_with_the_model(torch, comm):
             == 1
         )
         del model, optimizer
+    # An optimizer alone, of parameters that are in no module any more.
+    bare = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([bare], 1.0)
+    strategy.distribute(torch.nn.ParameterList([bare]), optimizer)
     gc.collect()
-    assert [each() for each in alive] == [None] * 6
+    (bare * comm.rank).sum().backward()
+    optimizer.step()
+    assert bare.tolist() == [1 - (comm.size - 1) / 2] * 2
+    alive.append(weakref.ref(bare))
+    del bare, optimizer
+    gc.collect()
+    assert [each() for each in alive] == [None] * 7
 
 
 def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):

@@ -233,6 +233,12 @@ def test_an_optimizer_that_steps_another_one(torch, comm):
         model.zero_grad()
         outer.step()
         np.testing.assert_allclose(values_of(model)[0], before - (comm.size - 1), atol=1e-6)
+        # The modules are still served, whatever else is gone.
+        inner = outer.inner
+        del outer
+        gc.collect()
+        with pytest.raises(ValueError, match="SGD was not given"):
+            inner.step()
 
     # Not in its scope, which refuses such optimizers.
     with strategy_on(comm, 1) as strategy:
