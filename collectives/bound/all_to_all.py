@@ -73,7 +73,7 @@ def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]
         if [each[index + FIRST_NUMBER] for each in words].count(kind) == size:
             move(source, target, index)
             return None
-        return exchange(engine, list(source.reshape(size, *shape)))
+        return exchange(engine, _parts(source, size, shape))
 
     return bind(engine, Signature("all_to_all", nbytes=nbytes), run, publish)
 
@@ -188,7 +188,7 @@ def _bind_between_nodes(
     def run(source: Array, target: Array, index: int | None) -> list[Array] | None:
         _, kinds, _ = rows.numbers(index)
         if kinds.count(kind) != size:
-            return exchange(engine, list(source.reshape(size, *shape)))
+            return exchange(engine, _parts(source, size, shape))
         outgoing, incoming = source.view(_BYTES), target.view(_BYTES)
         if reader is not None:
             reader(index, None, every)
@@ -202,6 +202,12 @@ def _bind_between_nodes(
 
     signature = Signature("all_to_all", nbytes=nbytes)
     return bind(engine, signature, run, exchange=rows.exchange)
+
+
+def _parts(source: Array, size: int, shape: tuple[int, ...]) -> list[Array]:
+    """The parts of that shape as arrays: iteration gives scalars of parts without axes."""
+    whole = source.reshape(size, *shape)
+    return [whole[index, ...] for index in range(size)]
 
 
 def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:

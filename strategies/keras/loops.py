@@ -112,9 +112,11 @@ class Loops:
         self._statistics.average()
         return self._on_batch("test_on_batch", args, kwargs)
 
-    def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build the model, and make its first state the chief's. Collective, the first time."""
-        self._kind._symbolic_build(self._model, *args, **kwargs)
+        batches = None if iterator is None else map(_step_with_a_row, iterator)
+        batch = None if data_batch is None else _with_a_row(data_batch)
+        self._kind._symbolic_build(self._model, batches, batch)
         if not self._shared:
             self._shared = True
             self._statistics.broadcast()
@@ -220,6 +222,18 @@ def errors_as_raised() -> AbstractContextManager[None]:
     return original_errors()
 
 
+def _step_with_a_row(step: tuple[Any, Any, Any]) -> tuple[Any, Any, list[Any]]:
+    """A step of Keras's iterators: its numbers, and its first batch."""
+    begin, end, batches = step
+    first = batches[0] if isinstance(batches, list | tuple) else next(batches)
+    return begin, end, [_with_a_row(first)]
+
+
+def _with_a_row(batch: Any) -> Any:
+    """A rank's piece, or what stands for none: losses and metrics may need rows."""
+    return batch if length_of(batch) else row_of_zeros(batch)
+
+
 def _bound(method: Method, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     bound = inspect.signature(method).bind(model, *args, **kwargs)
     bound.apply_defaults()
@@ -257,4 +271,6 @@ def _description(value: Any) -> str:
 
 
 def _as_numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: float(keras.ops.convert_to_numpy(each)) for name, each in logs.items()}
+    """Python's numbers, and arrays of metrics that have several."""
+    arrays = {name: keras.ops.convert_to_numpy(each) for name, each in logs.items()}
+    return {name: each if each.ndim else float(each) for name, each in arrays.items()}

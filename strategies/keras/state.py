@@ -135,8 +135,14 @@ def sum_metrics(training: Training, model: Any) -> None:
 
 
 def updated_metrics(model: Any) -> dict[str, Any]:
-    """The metrics' results, without that for the loss if the model's steps don't update it."""
+    """The metrics' results, without that for the loss if the model's steps don't update it.
+
+    Those of `compile` are there by their own names, and by the name of what holds them.
+    """
     results: dict[str, Any] = model.get_metrics_result()
+    for metric in model.metrics:
+        if isinstance(result := metric.result(), dict):
+            results[metric.name] = result
     tracker = model._loss_tracker
     if tracker is not None and not copy_of(tracker.count).any():
         names = [each.name for each in model.metrics if each is not tracker]
@@ -166,7 +172,7 @@ _SUM = "_sum_of_ranks"
 
 def average_logs(training: Training, logs: Mapping[str, Any]) -> dict[str, Any]:
     """The mean of the last step's numbers, weighted by rows. Collective."""
-    numbers = keras.tree.flatten(logs)  # those of Keras's CompileMetrics are a dictionary
+    numbers = keras.tree.flatten(logs)
     weight = training.rows_read
     values = [np.asarray(keras.ops.convert_to_numpy(each), np.float64) for each in numbers]
     # A product with 0 would keep NaN.

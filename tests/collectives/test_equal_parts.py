@@ -46,6 +46,11 @@ def test_lists_of_equal_arrays_keep_their_kind(comm):
     scalars = comm.all_to_all([np.array(10 * comm.rank + peer) for peer in range(comm.size)])
     assert [each.shape for each in scalars] == [()] * comm.size
     assert [int(each) for each in scalars] == [10 * peer + comm.rank for peer in range(comm.size)]
+    # Of another kind than the first rank's.
+    whole = comm.all_to_all([comm.rank + (0.5 if comm.rank == 0 else 0)] * comm.size)
+    assert [(each.shape, float(each)) for each in whole] == [
+        ((), peer + (0.5 if peer == 0 else 0)) for peer in range(comm.size)
+    ]
 
 
 def test_arrays_of_other_layouts(comm):

@@ -68,13 +68,13 @@ def normalized(seed=1):
 def compiled(make=dense, optimizer=None, **how):
     """A model on one process, or in the strategy's scope; each rank begins with other weights.
 
-    Classes among the metrics are metrics of each model.
+    What makes a metric makes one for each model.
     """
 
     def model_of(seed):
         model = make(seed=seed)
         named = {"loss": "mse"} | how
-        own = [each() if isinstance(each, type) else each for each in how.get("metrics", ())]
+        own = [each() if callable(each) else each for each in how.get("metrics", ())]
         model.compile(optimizer() if optimizer else "sgd", **named | {"metrics": own or None})
         return model
 
@@ -483,6 +483,52 @@ def a_custom_step():
 
     alone, together = compiled(make)
     trained(alone, together, X, Y)
+
+
+class Guide(keras.Sequential):
+    """The step of Keras's guide on `fit`, which returns the metrics of `compile` as one log."""
+
+    if BACKEND == "torch":
+
+        def train_step(self, data):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            self.zero_grad()
+            predicted = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=predicted)
+            loss.backward()
+            variables = self.trainable_variables
+            self.optimizer.apply([each.value.grad for each in variables], variables)
+            for metric in self.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss, sample_weight=len(x))
+                else:
+                    metric.update_state(y, predicted)
+            return {each.name: each.result() for each in self.metrics}
+
+
+@check
+def metrics_of_the_guides_step():
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        first = keras.layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")
+        return Guide([keras.Input((6,)), first, keras.layers.Dense(1, "sigmoid")])
+
+    metrics = [
+        partial(keras.metrics.AUC, num_thresholds=11, name="auc"),
+        partial(keras.metrics.F1Score, threshold=0.5, name="f1"),
+    ]
+    models = compiled(make, loss="binary_crossentropy", metrics=metrics)
+    classes = CLASSES[:, None].astype("float32")
+    # Pieces of one row: most ranks begin with none, and build the model.
+    trained(*models, X[:1], classes[:1])
+    trained(*models, X, classes)
+    alone, together = (
+        each.train_on_batch(X[:BATCH], classes[:BATCH], return_dict=True) for each in models
+    )
+    assert together.keys() == alone.keys() == {"loss", "auc", "f1"}
+    for name, expected in alone.items():
+        assert np.shape(together[name]) == np.shape(expected)
+        np.testing.assert_allclose(together[name], expected, rtol=2e-5, err_msg=name)
 
 
 @check

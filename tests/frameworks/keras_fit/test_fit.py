@@ -21,6 +21,7 @@ QUICK = {
         "callbacks_on_the_chief_and_everywhere",
         "a_stop_on_one_rank_within_an_epoch",
         "a_custom_step",
+        "metrics_of_the_guides_step",
         "files_that_all_ranks_write",
         "errors_of_the_chiefs_savers",
         "errors_are_those_of_every_rank",
