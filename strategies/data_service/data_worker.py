@@ -53,7 +53,7 @@ class DatasetWorker:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Any,
         make_dataset: MakeDataset,
         *,
         credits: int = 2,
@@ -61,6 +61,7 @@ class DatasetWorker:
     ) -> None:
         """Collective: every rank of the program makes it, evaluators too.
 
+        `strategy` is one of `strategies` or of `strategies.tensorflow`, with the cluster's tasks.
         `make_dataset` is called where batches are made, with an `InputContext` of the data tasks:
         `input_pipeline_id` is this one's number. It returns an iterable that can be iterated anew
         for each epoch. A training rank holds at most `credits` batches of each data task, fetched
@@ -70,6 +71,12 @@ class DatasetWorker:
         (evaluation, asynchronous training), or, under LocalSGDStrategy, takes part in the others'
         averagings until all have ended. Raises TypeError or ValueError for wrong arguments.
         """
+        strategy = getattr(strategy, "array_strategy", strategy)
+        if not isinstance(strategy, Strategy):
+            kind = type(strategy).__name__
+            raise TypeError(
+                f"strategy is a {kind}: must be one of strategies or strategies.tensorflow"
+            )
         membership: Membership | None = getattr(strategy, "membership", None)
         if membership is not None and not membership.ranks_of("data"):
             membership = None

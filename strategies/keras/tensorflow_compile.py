@@ -9,7 +9,7 @@ from functools import cache, wraps
 from typing import Any
 
 import tensorflow as tf
-from keras.src.models.model import Trainer
+from keras.src.trainers.trainer import Trainer
 
 from strategies.keras.models import permit_training, prepare
 from strategies.keras.tensorflow_predictions import training_of
@@ -17,7 +17,11 @@ from strategies.keras.tensorflow_predictions import training_of
 
 @cache
 def install() -> None:
-    """Wrap Keras's method, once."""
+    """Wrap Keras's method, once.
+
+    That of the class which defines it: Keras does not compile a model that it loads if the method
+    is another one.
+    """
     plain = Trainer.compile
 
     @wraps(plain)

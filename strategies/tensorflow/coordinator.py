@@ -31,7 +31,7 @@ class ClusterCoordinator(coordinator.ClusterCoordinator):
                 f"strategy is a {type(strategy).__name__}: must be a ParameterServerStrategy of"
                 " strategies.tensorflow"
             )
-        return cast("ClusterCoordinator", super().__new__(cls, strategy._arrays))
+        return cast("ClusterCoordinator", super().__new__(cls, strategy.array_strategy))
 
     @property
     def strategy(self) -> Any:

@@ -76,7 +76,7 @@ class LocalSGDStrategy(Strategy):
             return super().run(fn, args, kwargs, options)
 
     def _make_extended(self, device: str) -> CollectiveExtended:
-        return LocalExtended(self, self._arrays, device)
+        return LocalExtended(self, self.array_strategy, device)
 
     def synchronize(self) -> None:
         """Average the variables now, and begin a new round. Collective."""

@@ -62,7 +62,7 @@ class ParameterServerStrategy(Strategy):
             self._served.link.make_references = partial(TensorReferences, self)
 
     def _make_extended(self, device: str) -> CollectiveExtended:
-        return ServedExtended(self, self._arrays, device)
+        return ServedExtended(self, self.array_strategy, device)
 
     def serve(self) -> None:
         """As a parameter server: answer until every worker has called `shutdown`, ended or died.

@@ -24,13 +24,14 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
 
     def __init__(self, arrays: ArrayStrategy, device: str = "/cpu:0") -> None:
         """`arrays` is the strategy of NumPy arrays with the same ranks. Collective."""
-        self._arrays = arrays
+        self.array_strategy = arrays
+        """The strategy of NumPy arrays that makes this one's collective calls."""
         saving.install()
         agree_on_seed(arrays.communicator)
         super().__init__(self._make_extended(device))
 
     def _make_extended(self, device: str) -> CollectiveExtended:
-        return CollectiveExtended(self, self._arrays, device)
+        return CollectiveExtended(self, self.array_strategy, device)
 
     def scope(self) -> Any:
         """As `tf.distribute.Strategy.scope`.
@@ -45,7 +46,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         normalizes over the rows of all replicas.
         """
         scope = super().scope()
-        together = self.communicator.size > 1 and self._arrays.steps_together
+        together = self.communicator.size > 1 and self.array_strategy.steps_together
         return self._with_keras(scope) if together and "keras" in sys.modules else scope
 
     @contextmanager
@@ -77,12 +78,12 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
     @property
     def communicator(self) -> Communicator:
         """The communicator of the ranks that train."""
-        return self._arrays.communicator
+        return self.array_strategy.communicator
 
     @property
     def is_chief(self) -> bool:
         """Whether this rank writes what is written once."""
-        return self._arrays.is_chief
+        return self.array_strategy.is_chief
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """What the chief gets from the action, on every rank that trains; small, picklable.
@@ -97,17 +98,17 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
     @property
     def compresses(self) -> bool:
         """Whether gradients are compressed between nodes."""
-        return self._arrays.compresses
+        return self.array_strategy.compresses
 
     @property
     def compressed(self) -> CompressedReducer | None:
         """What compresses gradients; None where the strategy's options don't say so."""
-        return self._arrays.compressed
+        return self.array_strategy.compressed
 
     @property
     def cluster_resolver(self) -> Any:
         """The resolver of the cluster and this process's task; None on a single worker."""
-        return self._arrays.cluster_resolver
+        return self.array_strategy.cluster_resolver
 
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None

@@ -5,7 +5,8 @@ without aggregation cannot be assigned in a replica, and ONLY_FIRST_REPLICA is t
 value on every rank. Keras marks none of its variables, so these are treated by the code that
 assigns them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained
 weights, or is a running statistic. Statistics, of Keras and of a program's own layers, are
-variables of floats that are not trained. They are averaged (`statistics`).
+variables of floats that are not trained. They are averaged (`statistics`). The state of stateful
+recurrent layers is each rank's own, as in TensorFlow.
 
 A `tf.Variable` that was created outside of the scope is not of these classes. An optimizer's update
 of it raises; a direct assignment inside of `run` is each rank's own, and is not detected.
@@ -27,6 +28,7 @@ from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
 _KERAS_COMMON = "keras.src.backend.common.variables"
+_RECURRENT = "keras.src.layers.rnn"
 _FRAMES = 25
 _BETWEEN = ("tensorflow.", "strategies.tensorflow.", "keras.src.backend.", "keras.src.layers.layer")
 """Modules that assign what another caller has computed."""
@@ -67,6 +69,9 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):  # type: ignore[mi
         if self.keras_variable is not None and (none or first):
             caller = _assigning_module()
             if caller.startswith("keras.src.optimizers") or (first and _is_keras(caller)):
+                return update_fn(self._primary, value, **kwargs)
+            if none and caller.startswith(_RECURRENT):
+                # Its state belongs to the replica's own rows.
                 return update_fn(self._primary, value, **kwargs)
             if none and self.dtype.is_floating and not self._trained():
                 updated = update_fn(self._primary, value, **kwargs)

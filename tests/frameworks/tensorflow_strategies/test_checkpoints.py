@@ -120,12 +120,16 @@ def test_models_have_one_writer(tf, strategy, comm, folder):
     with strategy.scope():
         layers = [tf.keras.layers.Input((20,)), tf.keras.layers.Dense(400)]
         model = tf.keras.Sequential(layers)
+        model.compile("adam", "mse")
+    model.fit(np.ones((2, 20)), np.ones((2, 400)), verbose=0)
     rows = np.full((1, 20), comm.rank + 1.0, np.float32)
     expected = model(rows).numpy()
     for number in range(4):
         model.save(folder / f"{number}.keras")
         model.save_weights(filepath=str(folder / f"{number}.weights.h5"))
-        loaded = tf.keras.models.load_model(folder / f"{number}.keras", compile=False)
+        loaded = tf.keras.models.load_model(folder / f"{number}.keras")
+        assert loaded.loss == "mse"
+        assert loaded.optimizer.iterations == 1
         np.testing.assert_allclose(loaded(rows), expected, rtol=1e-5)
     tf.saved_model.save(model, str(folder / "saved"))
     assert sorted(each.name for each in folder.iterdir()) == sorted(

@@ -6,6 +6,8 @@ import operator
 import numpy as np
 import pytest
 
+import strategies
+
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.ranks(2),
@@ -157,8 +159,25 @@ def test_known_lengths_need_no_agreement(tf, strategy, comm, monkeypatch):
     def refused(*_, **__):
         raise AssertionError("a collective call")
 
-    monkeypatch.setattr(type(strategy._arrays), "all_reduce_arrays", refused)
+    monkeypatch.setattr(type(strategy.array_strategy), "all_reduce_arrays", refused)
     assert len(rows(strategy, distributed)) == 2
+
+
+def test_batches_of_a_data_task(tf, ds, comm):
+    strategy = ds.MultiWorkerMirroredStrategy(strategies.DatasetWorker.resolver(1, comm))
+    with pytest.raises(TypeError, match="must be one of strategies or strategies.tensorflow"):
+        strategies.DatasetWorker(tf.distribute.OneDeviceStrategy("/cpu:0"), None)
+    training = strategy.communicator.size
+    with strategies.DatasetWorker(
+        strategy, lambda context: np.arange(6.0 * training).reshape(-1, 2)
+    ) as batches:
+        assert batches.serves == (comm.rank == comm.size - 1)
+        if batches.serves:
+            assert batches.serve() == 1
+        else:
+            sums = [strategy.run(tf.reduce_sum, args=(batch,)) for batch in batches]
+            total = strategy.reduce("SUM", tf.add_n(sums), axis=None)
+            assert float(total) == sum(range(6 * training))
 
 
 def test_iterators_and_optionals(tf, strategy, comm):

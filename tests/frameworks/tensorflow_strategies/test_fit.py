@@ -132,6 +132,25 @@ def test_predictions(tf, strategy, comm, equal_on_all):
         assert len(model.predict_on_batch(inputs[:4])["sum"]) == 4
 
 
+def test_recurrent_state_is_each_ranks_own(tf, ds, strategy, comm):
+    rows = np.random.default_rng(4).normal(size=(2 * comm.size, 4, 2)).astype(np.float32)
+
+    def predicted(under, size):
+        layers = tf.keras.layers
+        tf.keras.utils.set_random_seed(1)
+        with under.scope():
+            recurrent = layers.LSTM(2, stateful=True)
+            model = tf.keras.Sequential([layers.Input((2, 2), size), recurrent])
+            model.compile("sgd", "mse")
+        return [
+            model.predict(rows[:, part], batch_size=2 * comm.size, verbose=0)
+            for part in (slice(2), slice(2, None))
+        ]
+
+    alone = predicted(ds.OneDeviceStrategy("/cpu:0"), 2 * comm.size)
+    np.testing.assert_allclose(predicted(strategy, 2), alone, atol=1e-6)
+
+
 def test_predictions_of_a_models_own(tf, strategy):
     """A `predict` of the class, and a step of the instance, compiled or not."""
 

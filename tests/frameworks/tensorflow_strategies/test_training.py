@@ -155,13 +155,13 @@ def test_batch_normalization_of_a_rank_without_rows(tf, ds, comm, traced):
 def test_a_step_reduces_once(tf, strategy, comm, monkeypatch):
     """The gradients and the statistics of all layers."""
     calls = []
-    reduce = type(strategy._arrays).all_reduce_arrays
+    reduce = type(strategy.array_strategy).all_reduce_arrays
 
     def counted(self, arrays, *rest, **named):
         calls.append(len(arrays))
         return reduce(self, arrays, *rest, **named)
 
-    monkeypatch.setattr(type(strategy._arrays), "all_reduce_arrays", counted)
+    monkeypatch.setattr(type(strategy.array_strategy), "all_reduce_arrays", counted)
     layers = tf.keras.layers
     with strategy.scope():
         model = tf.keras.Sequential(
