@@ -37,6 +37,7 @@ NEEDS = {
         "strategies.keras.torch_gradients",
         "strategies.parameter_server.torch_models",
         "strategies.torch.distribution",
+        "strategies.torch.mirroring",
         "strategies.torch.other_optimizers",
         "strategies.torch.sampler",
         "strategies.torch.states",

@@ -179,6 +179,7 @@ LAZY = {
         "strategies/keras/torch_gradients.py",
         "strategies/parameter_server/torch_models.py",
         "strategies/torch/distribution.py",
+        "strategies/torch/mirroring.py",
         "strategies/torch/other_optimizers.py",
         "strategies/torch/sampler.py",
         "strategies/torch/states.py",

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from collectives.arrays.tensors import from_torch
 from collectives.torch.closures import over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.transports.local import alone
@@ -22,6 +21,7 @@ from strategies.foreign.distributed import permit
 from strategies.foreign.registry import framework_of
 from strategies.replication.replication import Replication
 from strategies.torch.lifetime import Lifetime
+from strategies.torch.mirroring import mirror_model, mirror_optimizers
 from strategies.torch.other_optimizers import OtherOptimizers
 from strategies.torch.steps import step_hooks
 
@@ -75,7 +75,7 @@ _other_optimizers = OtherOptimizers(
 
 
 def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any) -> None:
-    """Make the ranks' parameters and buffers equal, and install the hooks. Collective.
+    """Make the ranks' parameters, buffers and optimizers equal, and install the hooks. Collective.
 
     It replaces earlier calls with this model, and with models that share a trained parameter.
     """
@@ -100,7 +100,9 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
                     description,
                     call="distribute, a call for every rank",
                 )
-            _mirror(strategy, model)
+            mirror_model(strategy, model)
+            if together:
+                mirror_optimizers(strategy, optimizers)
         except BaseException:
             # The next call would find the parameters taken.
             reducer.close()
@@ -253,16 +255,3 @@ def _sparse_parameters(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, embeddings) and module.sparse and module.weight.requires_grad
     ]
-
-
-def _mirror(strategy: Replication, model: Any) -> None:
-    """Overwrite parameters and buffers with the chief's."""
-    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
-    # A rank with one more would wait for the others.
-    strategy.barrier(f"distribute: {len(parameters)} parameters and {len(buffers)} buffers")
-    with torch.no_grad():
-        for name, tensor in [*parameters, *buffers]:
-            on_cpu = tensor.detach().cpu()
-            strategy.mirror(from_torch(on_cpu, name), f"distribute: {name}")
-            if tensor.device.type != "cpu":
-                tensor.copy_(on_cpu)

@@ -165,7 +165,7 @@ def test_known_lengths_need_no_agreement(tf, strategy, comm, monkeypatch):
 
 def test_batches_of_a_data_task(tf, ds, comm):
     strategy = ds.MultiWorkerMirroredStrategy(strategies.DatasetWorker.resolver(1, comm))
-    with pytest.raises(TypeError, match="must be one of strategies or strategies.tensorflow"):
+    with pytest.raises(TypeError, match=r"must be one of strategies or strategies\.tensorflow"):
         strategies.DatasetWorker(tf.distribute.OneDeviceStrategy("/cpu:0"), None)
     training = strategy.communicator.size
     with strategies.DatasetWorker(

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -502,6 +503,32 @@ def test_memory_goes_with_the_model(torch, comm):
     del bare, optimizer
     gc.collect()
     assert [each() for each in alive] == [None] * 7
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
+def test_optimizers_become_the_chiefs(torch, comm, kind):
+    """Whether the chief alone has read a checkpoint, or all ranks have stepped apart."""
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    for all_step in (False, True):
+        model = torch.nn.Linear(3, 2)
+        settings = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **settings)
+
+        def loss(rows=None, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            squares = model(torch.ones(1, 3) if rows is None else rows).square().sum()
+            squares.backward()
+            return squares
+
+        if all_step or comm.rank == 0:
+            optimizer.step(partial(loss, torch.full((1, 3), comm.rank + 1.0)))
+        states = [str(each["state"]) for each in comm.all_gather_object(optimizer.state_dict())]
+        strategy.distribute(model, optimizer)
+        assert str(optimizer.state_dict()["state"]) == states[0] != states[-1]
+        optimizer.step(loss)
+        weights = model.weight.detach().numpy().tobytes()
+        assert comm.all_gather_object(weights) == [weights] * comm.size
 
 
 def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
