@@ -184,6 +184,11 @@ class Group(Deferred):
         self._duplicate.close()
         engine.close()
 
+    @property
+    def lost_rank(self) -> bool:
+        """Whether a call has failed since a rank has died."""
+        return self._engine.lost_rank
+
     def close_at_exit(self, seconds: float) -> bool:
         """Close at the program's end; whether nothing is left to close.
 

@@ -24,6 +24,9 @@ _FIRST_TURN = 1.0
 _ROUND_SECONDS = 0.4
 _SHORTEST_TURN = 0.02
 
+# Open MPI's mpirun sets it to 1 for --with-ft ulfm.
+_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+
 # multiprocessing's own finalizers have priorities of -5 and above.
 _AFTER_OTHERS = -100
 
@@ -34,6 +37,10 @@ class Closable(Protocol):
     @property
     def deadline(self) -> float | None:
         """Seconds that it may wait for the other ranks."""
+
+    @property
+    def lost_rank(self) -> bool:
+        """Whether a rank of it has died."""
 
     def finish(self) -> None:
         """Run the actions that other ranks may still wait for."""
@@ -56,6 +63,8 @@ def keep(group: Closable) -> None:
     with _lock:
         if not _open:
             _close_in_forked_rank()
+            if _outlives_ranks():
+                exit_code()
         _open[id(group)] = group
 
 
@@ -123,6 +132,11 @@ def leave_at_exit(leave: Callable[[], None]) -> None:
     atexit.register(leave_if_alive)
 
 
+def _outlives_ranks() -> bool:
+    """Whether the launcher lets the other ranks live when one has died: that of ULFM."""
+    return os.environ.get(_FAULT_TOLERANCE, "0") != "0"
+
+
 def _prepare() -> None:
     for action in _before:
         action()
@@ -136,7 +150,8 @@ def _close_all() -> None:
     call, and this rank's exit.
     """
     start = time.monotonic()
-    groups, seconds = list(reversed(_open.values())), _FIRST_TURN
+    every = list(reversed(_open.values()))
+    groups, seconds = every, _FIRST_TURN
     while groups:
         _prepare()
         waited, left, short = time.monotonic() - start, [], 0.0
@@ -154,6 +169,9 @@ def _close_all() -> None:
         groups = [group for group in left if group.deadline is None or waited < group.deadline]
     complete_all()
     _prepare()
+    if _outlives_ranks() and any(each.lost_rank for each in every):
+        # MPI_Finalize of Open MPI 5.0 waits for ever in one of a few runs.
+        exit_code().end_process()
 
 
 def _turn(seconds: float) -> float:
