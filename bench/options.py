@@ -115,10 +115,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def parse_dtype(text: str) -> DType:
     """The dtype of that name."""
+    problem = argparse.ArgumentTypeError(f"{text!r} is not a dtype of numbers such as float32")
     try:
-        return np.dtype(text)
+        dtype = np.dtype(text)
     except TypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype such as float32") from None
+        raise problem from None
+    if dtype.hasobject or not dtype.itemsize:
+        raise problem
+    return dtype
 
 
 _PICTURES = ".png", ".svg", ".pdf"
@@ -128,6 +132,8 @@ def _check(options: argparse.Namespace, case: Case) -> None:
     """Raise ValueError for an invalid value; add the derived options."""
     _at_least(1, "rotate", options.rotate)
     check_sizes(options)
+    if options.tensor_bytes is not None and not case.name.endswith("all_reduce_many"):
+        raise ValueError(f"--tensor-bytes is of all_reduce_many, and not of {case.name}")
     if options.plot and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install 'mpi-collectives[bench]'")
     if options.plot and options.plot.suffix not in _PICTURES:
@@ -147,8 +153,9 @@ def check_sizes(options: argparse.Namespace) -> None:
     for name in ("warmup", "rotate", "root"):
         _at_least(0, name, getattr(options, name))
     _at_least(2, "step_factor", options.step_factor)
-    if options.calls is not None:
-        _at_least(1, "calls", options.calls)
+    for name in ("calls", "tensor_bytes"):
+        if getattr(options, name) is not None:
+            _at_least(1, name, getattr(options, name))
     if options.max_bytes < options.min_bytes:
         raise ValueError("--max-bytes is less than --min-bytes")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,19 @@ def problem_of(
         paths = {name: getattr(options, name) for name in names}
         found = {name: _why_not(path, folder) for name, path in paths.items() if path}
         problem = next((f"--{name}: {text}" for name, text in found.items() if text), None)
+        problem = problem or _twice({name: path for name, path in paths.items() if path})
     shared: str | None = world.bcast(problem)
     return shared
+
+
+def _twice(paths: Mapping[str, Path]) -> str | None:
+    """Which options name one file."""
+    seen: dict[Path, str] = {}
+    for name, path in paths.items():
+        first = seen.setdefault(path.resolve(), name)
+        if first != name:
+            return f"--{name}: {path} is the file of --{first}, too"
+    return None
 
 
 def _checked(path: Path, *, folder: bool) -> Path:

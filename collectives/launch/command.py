@@ -37,6 +37,8 @@ def main(
     options = parser.parse_args(arguments)
     if not options.program:
         parser.error("which program?")
+    if not options.as_module and not Path(options.program[0]).exists():
+        parser.error(f"there is no file {options.program[0]}")
     try:
         # mpirun's ranks need no tasks.
         if started_by_mpi(environment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import random
@@ -17,6 +18,13 @@ from typing import Any, NoReturn, Protocol
 
 from collectives.consistency.uncaught import end_alone
 from collectives.lifecycle.futures import complete_all, failures
+
+log = logging.getLogger("collectives")
+
+_NOT_CLOSED = (
+    "other ranks have not closed it within the deadline of this rank's end: messages that they have"
+    " not received are lost"
+)
 
 # Ranks that end in step synchronize at once. A rank that ends alone cycles through its
 # communicators, because it can't know in which one the others wait for it.
@@ -166,7 +174,12 @@ def _close_all() -> None:
                 short += time.monotonic() - begun if len(left) > 1 else 0
         # As long in the first one, where ranks that aren't in step find each other.
         seconds = _turn(max(_ROUND_SECONDS, short))
-        groups = [group for group in left if group.deadline is None or waited < group.deadline]
+        groups = []
+        for group in left:
+            if group.deadline is None or waited < group.deadline:
+                groups.append(group)
+            else:
+                log.warning("%r: %s", group, _NOT_CLOSED)
     complete_all()
     _prepare()
     if _outlives_ranks() and any(each.lost_rank for each in every):

@@ -14,6 +14,10 @@ ERRORS = {
     "all_reduce --algorithm bruck": "all_reduce has ring, ",
     "all_reduce --algorithm ring,": "not ''",
     "all_reduce --dtype float33": "'float33' is not a dtype",
+    "all_reduce --dtype U0": "'U0' is not a dtype",
+    "all_reduce --dtype O": "'O' is not a dtype",
+    "all_reduce_many --tensor-bytes 0": "--tensor-bytes is 0: must be at least 1",
+    "all_reduce --tensor-bytes 8": "--tensor-bytes is of all_reduce_many, and not of all_reduce",
     "all_reduce --max-bytes 4": "--max-bytes is less than --min-bytes",
     "all_reduce --min-bytes 0": "--min-bytes is 0: must be at least 1",
     "all_reduce --repeats 0": "--repeats is 0: must be at least 1",
@@ -68,6 +72,8 @@ def test_only_the_first_rank_needs_the_folder_of_an_output(tmp_path):
     # Folders are made.
     assert problem({"output": absent}, folder=True) is None
     assert problem({"json": None, "markdown": tmp_path / "file"}) is None
+    both = problem({"json": tmp_path / "file", "markdown": tmp_path / "." / "file"})
+    assert both == f"--markdown: {tmp_path / 'file'} is the file of --json, too"
 
 
 def test_an_output_without_permission_is_refused(tmp_path, monkeypatch):

@@ -67,6 +67,13 @@ def ranks_of(whole, *ranks, secret=SECRET):
     return [(dataclasses.replace(whole, rank=rank), secret) for rank in ranks]
 
 
+def test_a_program_that_is_absent_is_named_before_the_start(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main("collectives.launch", find_tasks, {}, ["absent.py"])
+    assert ended.value.code == 2
+    assert "there is no file absent.py" in capsys.readouterr().err
+
+
 def test_all_connections_go_to_the_address_that_the_cluster_names(monkeypatch):
     monkeypatch.setattr(task_client, "_STALE_SECONDS", 0.1)
     whole = tasks(3)
@@ -307,7 +314,7 @@ def test_an_address_that_only_the_first_host_reaches_is_refused(names, monkeypat
 
     monkeypatch.setattr(command, "load_mpich", lambda size: None)
     monkeypatch.setattr(command, "start_through", late)
-    error = main("collectives.launch", find_tasks, variables, ["program.py"])
+    error = main("collectives.launch", find_tasks, variables, [__file__])
     assert "listens on 127.0.1.1, which other hosts can't reach" in error
 
 
@@ -338,7 +345,7 @@ def test_the_tasks_of_torchs_variables():
 
 def test_an_error_is_the_text_of_the_exit():
     # Where the exit status is that of a text, 1.
-    error = main("collectives.launch", find_tasks, {"RANK": "0"}, ["program.py"])
+    error = main("collectives.launch", find_tasks, {"RANK": "0"}, [__file__])
     assert error.startswith("python -m collectives.launch: the environment has RANK='0', WORLD_")
     with pytest.raises(SystemExit):
         main("collectives.launch", find_tasks, VARIABLES, [])

@@ -362,3 +362,17 @@ def test_dropped_handles_do_not_break_exit(launch):
     assert (ended.returncode, errors_of(ended)) == (0, lost)
     assert ended.stdout.count("ended well") == 2
     assert time.monotonic() - start < 20
+
+
+LOST = """
+import numpy as np, collectives
+comm = collectives.world(deadline=1)
+comm.isend(np.zeros(3_000_000), 1 - comm.rank)
+"""
+
+
+def test_messages_that_nobody_receives_are_named_at_exit(launch):
+    ended = launch(2, [sys.executable, "-c", LOST], timeout=60)
+    assert ended.returncode == 0
+    lost = "messages that they have not received are lost"
+    assert errors_of(ended).count(lost) == 2, ended.stderr
