@@ -34,6 +34,7 @@ from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
+from collectives.shm.copy_in_copy_out import others
 
 # Alignment of the elements in bytes, sufficient for every dtype.
 _ALIGNMENT = 64
@@ -160,7 +161,7 @@ def exchange(engine: Engine, arrays: Sequence[Array], algorithm: str | None = No
     writes = [block.write for block in blocks]
     found = exchange_bytes(engine, writes, outgoing, incoming, algorithm)
     received = [arrays[engine.rank].copy()] * engine.size
-    for peer in _others(engine):
+    for peer in others(engine.rank, engine.size):
         received[peer] = _read(found[peer])
     return received
 
@@ -180,7 +181,7 @@ def exchange_bytes(
     lengths = [*outgoing, *incoming]
     buffer = engine.work(sum(lengths), np.dtype(np.uint8), beside)
     starts = list(accumulate(lengths, initial=0))
-    for peer in _others(engine):
+    for peer in others(engine.rank, engine.size):
         writes[peer](buffer[starts[peer] : starts[peer + 1]])
     engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
     ends = starts[engine.size :]
@@ -219,7 +220,7 @@ def _between_gpus(engine: Engine, given: Sequence[Array], algorithm: str | None)
     writes = [writer(flat(array).view(np.uint8)) for array in given]
     found = exchange_bytes(engine, writes, outgoing, incoming, algorithm, given[0])
     received = [copied(given[engine.rank])] * engine.size
-    for peer in _others(engine):
+    for peer in others(engine.rank, engine.size):
         dtype, shape = coming[peer]
         nbytes = math.prod(shape) * dtype.itemsize
         received[peer] = found[peer][:nbytes].copy().view(dtype).reshape(shape)
@@ -233,7 +234,3 @@ def writer(content: Array) -> Write:
         buffer[: len(content)] = content
 
     return write
-
-
-def _others(engine: Engine) -> list[int]:
-    return [peer for peer in range(engine.size) if peer != engine.rank]

@@ -119,12 +119,10 @@ class HostPath(DevicePath):
             self._pinned = [self._cuda.pinned(size) for _ in range(2)]
         return self._pinned
 
-    def close(self) -> None:
-        """As `abandon`: other ranks hold nothing of it."""
-        self.abandon()
-
     def abandon(self) -> None:
         """Wait for the copies in progress, which need no other rank."""
         self._stream.synchronize()
         self._pinned.clear()
         self._side.release()
+
+    close = abandon

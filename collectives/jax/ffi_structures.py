@@ -36,18 +36,16 @@ class Extension(ctypes.Structure):
     """XLA_FFI_Extension_Base."""
 
 
+_HEAD: list[Any] = [("size", c_size_t), ("extension", c_void_p)]
+"""The first fields of most structures."""
+
 Extension._fields_ = [("size", c_size_t), ("type", c_int), ("next", POINTER(Extension))]
 
 
 class Version(ctypes.Structure):
     """XLA_FFI_Api_Version."""
 
-    _fields_: ClassVar = [
-        ("size", c_size_t),
-        ("extension", c_void_p),
-        ("major", c_int),
-        ("minor", c_int),
-    ]
+    _fields_: ClassVar = [*_HEAD, ("major", c_int), ("minor", c_int)]
 
 
 class Metadata(ctypes.Structure):
@@ -71,8 +69,7 @@ class Buffer(ctypes.Structure):
     """XLA_FFI_Buffer."""
 
     _fields_: ClassVar = [
-        ("size", c_size_t),
-        ("extension", c_void_p),
+        *_HEAD,
         ("dtype", c_int),
         ("data", c_void_p),
         ("rank", c_int64),
@@ -115,8 +112,7 @@ class Api(ctypes.Structure):
     """XLA_FFI_Api, as far as it is used."""
 
     _fields_: ClassVar = [
-        ("size", c_size_t),
-        ("extension", c_void_p),
+        *_HEAD,
         ("version", Version),
         ("internal", c_void_p),
         ("error_create", c_void_p),
@@ -126,12 +122,7 @@ class Api(ctypes.Structure):
 class ErrorArguments(ctypes.Structure):
     """XLA_FFI_Error_Create_Args."""
 
-    _fields_: ClassVar = [
-        ("size", c_size_t),
-        ("extension", c_void_p),
-        ("message", c_char_p),
-        ("code", c_int),
-    ]
+    _fields_: ClassVar = [*_HEAD, ("message", c_char_p), ("code", c_int)]
 
 
 class Frame(ctypes.Structure):
@@ -161,8 +152,8 @@ def _index(*fields: Any) -> int:
 
 
 _EXTENSION = _index(Frame.extension)
-_ARGUMENTS = _index(Frame.arguments, Buffers.buffers)
-_RESULTS = _index(Frame.results, Buffers.buffers)
+ARGUMENTS = _index(Frame.arguments, Buffers.buffers)
+RESULTS = _index(Frame.results, Buffers.buffers)
 _VALUES = _index(Frame.attributes, Attributes.values)
 _DATA = Buffer.data.offset
 _Words = c_uint64 * (_VALUES + 1)
@@ -188,30 +179,17 @@ def attribute(address: int) -> int:
     return _word_at(_word_at(scalar + Scalar.value.offset).value).value
 
 
-def first_argument(address: int) -> int:
-    """The address of the memory of a frame's first argument."""
-    return _word_at(_word_at(_frame_at(address)[_ARGUMENTS]).value + _DATA).value
+def first(address: int, place: int) -> int:
+    """The address of the memory of a frame's first argument or result."""
+    return _word_at(_word_at(_frame_at(address)[place]).value + _DATA).value
 
 
-def first_result(address: int) -> int:
-    """The address of the memory of a frame's first result."""
-    return _word_at(_word_at(_frame_at(address)[_RESULTS]).value + _DATA).value
-
-
-def arguments(address: int, count: int) -> tuple[int, ...]:
-    """The addresses of the memory of a frame's first `count` arguments."""
-    return _memory(_frame_at(address)[_ARGUMENTS], count)
-
-
-def results(address: int, count: int) -> tuple[int, ...]:
-    """The addresses of the memory of a frame's first `count` results."""
-    return _memory(_frame_at(address)[_RESULTS], count)
-
-
-def _memory(pointers: int, count: int) -> tuple[int, ...]:
+def memory(address: int, place: int, count: int) -> tuple[int, ...]:
+    """The addresses of the memory of a frame's first `count` arguments or results."""
     if not count:
         return ()
-    return tuple([word.value for word in _data_of(tuple(_pointers_at(pointers, count)))])
+    pointers = _pointers_at(_frame_at(address)[place], count)
+    return tuple([word.value for word in _data_of(tuple(pointers))])
 
 
 @lru_cache(_VIEWS_KEPT)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,17 +24,6 @@ from collectives.jax import ffi_structures as ffi
 
 HostFunction = Callable[[Sequence[Any], Sequence[Any]], object]
 """Reads the first argument's arrays, and writes the second's."""
-
-
-@runtime_checkable
-class PreparedFunction(Protocol):
-    """A host function that does some of its work once for arrays that it gets again and again."""
-
-    def __call__(self, read: Sequence[Any], written: Sequence[Any]) -> object:
-        """Call it on any arrays."""
-
-    def prepare(self, read: list[Any], written: list[Any]) -> Callable[[], object]:
-        """What calls it on these arrays."""
 
 
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
@@ -163,7 +152,7 @@ class _SinglePlace:
         self._one_kind = self._input is self._output
 
     def __call__(self, frame: int) -> None:
-        address, result_address = ffi.first_argument(frame), ffi.first_result(frame)
+        address, result_address = ffi.first(frame, ffi.ARGUMENTS), ffi.first(frame, ffi.RESULTS)
         array = self._input(address)
         # One array for a result in the place of the argument: calls recognize it as in place.
         shared = self._one_kind and address == result_address
@@ -186,8 +175,8 @@ class _Place:
         self._actions: LRU[Any, Callable[[], object]] = LRU(_SETS_KEPT)
 
     def __call__(self, frame: int) -> None:
-        arguments = ffi.arguments(frame, self._inputs)
-        results = ffi.results(frame, self._outputs)
+        arguments = ffi.memory(frame, ffi.ARGUMENTS, self._inputs)
+        results = ffi.memory(frame, ffi.RESULTS, self._outputs)
         addresses = arguments + results
         (self._actions.recall(addresses) or self._prepare(addresses))()
 
@@ -199,9 +188,10 @@ class _Place:
                 made[view, address] = view(address)
             arrays.append(made[view, address])
         read, written = arrays[: self._inputs], arrays[self._inputs :]
-        if isinstance(self._function, PreparedFunction):
-            return self._actions.put(addresses, self._function.prepare(read, written))
-        return self._actions.put(addresses, partial(self._function, read, written))
+        # What a function does once for arrays that it gets again and again.
+        prepare = getattr(self._function, "prepare", None)
+        action = prepare(read, written) if prepare else partial(self._function, read, written)
+        return self._actions.put(addresses, action)
 
 
 @cache

@@ -49,8 +49,7 @@ def _begin_child() -> None:
     _forked = _forked or is_initialized()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_child)
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def refuse_forked() -> None:

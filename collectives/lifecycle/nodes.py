@@ -180,7 +180,7 @@ def agree_by_messages(engine: Engine) -> None:
 
 def _layout(engine: Engine, where: Topology) -> Layout:
     """Number of ranks on each node, and the oversubscription of the cores."""
-    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = sorted(os.sched_getaffinity(0))
     given = gather_pickles(engine, pickle.dumps((_machine(where.node), own)))
     cores: dict[str, set[int]] = {}
     for machine, each in given:

@@ -236,5 +236,4 @@ def _begin_child() -> None:
     atexit.register(ExitCode(sys.__excepthook__).end_process)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_child)
+os.register_at_fork(after_in_child=_begin_child)

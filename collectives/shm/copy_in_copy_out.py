@@ -116,15 +116,19 @@ class CopyInCopyOut:
 
     def _reduce_slice(self, given: Array, folded: Array, edges: Sequence[int]) -> None:
         """Fold every rank's elements of this rank's slice of a block."""
-        steps, rank = self._steps, self._rank
         self._write_others(given, edges)
+        own = slice(edges[self._rank], edges[self._rank + 1])
+        self._fold_stages(own, given[own], folded)
+
+    def _fold_stages(self, place: slice, given: Array, folded: Array) -> None:
+        """Fold what lies there in the other ranks' stages with this rank's elements."""
+        steps, rank = self._steps, self._rank
         steps.mark_written()
         parity = steps.await_written_by_all()
-        own = slice(edges[rank], edges[rank + 1])
-        pieces = [stages[parity][own] for stages in self._stages]
-        pieces[rank] = given[own]
+        pieces = [stages[parity][place] for stages in self._stages]
+        pieces[rank] = given
         self._fold(pieces, folded, self._scratch)
-        self._has_read(pieces[self._rank - 1])
+        self._has_read(pieces[rank - 1])
         steps.finish_step()
 
     def _write_others(self, given: Array, edges: Sequence[int]) -> None:
@@ -164,21 +168,20 @@ class CopyInCopyOut:
 
         The target is this rank's part alone; it may be the source's memory.
         """
-        steps, rank, parts = self._steps, self._rank, parts_by_rank(source, lengths)
+        rank, parts = self._rank, parts_by_rank(source, lengths)
         most = max(1, self._capacity // self._size)
         for piece in blocks_of(max(lengths), most):
-            stage, folded = self._own_stage(), target[piece]
-            for peer in others(rank, self._size):
-                content = parts[peer][piece]
-                stage[peer * most : peer * most + len(content)] = content
-            steps.mark_written()
-            parity = steps.await_written_by_all()
-            own = slice(rank * most, rank * most + len(folded))
-            pieces = [stages[parity][own] for stages in self._stages]
-            pieces[rank] = parts[rank][piece]
-            self._fold(pieces, folded, self._scratch)
-            self._has_read(pieces[self._rank - 1])
-            steps.finish_step()
+            folded = target[piece]
+            self._write_pieces(parts, piece, most)
+            place = slice(rank * most, rank * most + len(folded))
+            self._fold_stages(place, parts[rank][piece], folded)
+
+    def _write_pieces(self, parts: Sequence[Array], piece: slice, most: int) -> None:
+        """Write a piece of each other rank's part, `most` elements apart."""
+        stage = self._own_stage()
+        for peer in others(self._rank, self._size):
+            content = parts[peer][piece]
+            stage[peer * most : peer * most + len(content)] = content
 
     # movements
 
@@ -230,10 +233,7 @@ class CopyInCopyOut:
         most = max(1, self._capacity // self._size)
         for piece in blocks_of(max(lengths), most):
             if rank == root:
-                stage = self._own_stage()
-                for peer in others(rank, self._size):
-                    content = parts[peer][piece]
-                    stage[peer * most : peer * most + len(content)] = content
+                self._write_pieces(parts, piece, most)
                 steps.mark_written()
             else:
                 part = parts[rank][piece]
@@ -244,39 +244,28 @@ class CopyInCopyOut:
 
     def all_to_all(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """`lengths` holds the parts to each rank, then the parts from each rank."""
-        steps, rank, size = self._steps, self._rank, self._size
-        longest = max(first for first, _ in steps.exchange_numbers(max(lengths), 0))
+        longest = max(first for first, _ in self._steps.exchange_numbers(max(lengths), 0))
         parts = parts_by_rank(target, lengths)
-        most = max(1, self._capacity // size)
-        for piece in blocks_of(longest, most):
-            stage = self._own_stage()
-            for peer in others(rank, size):
-                content = parts[peer][piece]
-                stage[peer * most : peer * most + len(content)] = content
-            steps.mark_written()
-            for peer in others(rank, size):
-                part, start = parts[size + peer][piece], rank * most
-                part[:] = content = self._stage_of(peer)[start : start + len(part)]
-                self._has_read(content)
-            steps.finish_step()
+        self._exchange(parts[: self._size], parts[self._size :], longest)
 
     def all_to_all_equal(
         self, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Like `all_to_all`, of parts of one length: the source holds those that are sent."""
         assert source is not None
-        steps, rank, length = self._steps, self._rank, lengths[0]
-        outgoing, incoming = source.reshape(-1, length), target.reshape(-1, length)
+        length = lengths[0]
+        self._exchange(list(source.reshape(-1, length)), list(target.reshape(-1, length)), length)
+
+    def _exchange(self, outgoing: Sequence[Array], incoming: Sequence[Array], longest: int) -> None:
+        steps, rank = self._steps, self._rank
         most = max(1, self._capacity // self._size)
-        for piece in blocks_of(length, most):
-            stage, count = self._own_stage(), piece.stop - piece.start
-            for peer in others(rank, self._size):
-                stage[peer * most : peer * most + count] = outgoing[peer, piece]
+        for piece in blocks_of(longest, most):
+            self._write_pieces(outgoing, piece, most)
             steps.mark_written()
-            incoming[rank, piece] = outgoing[rank, piece]
+            incoming[rank][piece] = outgoing[rank][piece]
             for peer in others(rank, self._size):
-                start = rank * most
-                incoming[peer, piece] = content = self._stage_of(peer)[start : start + count]
+                part, start = incoming[peer][piece], rank * most
+                part[:] = content = self._stage_of(peer)[start : start + len(part)]
                 self._has_read(content)
             steps.finish_step()
 

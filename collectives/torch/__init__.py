@@ -7,6 +7,7 @@ it themselves. The other names are imported when they are first used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from collectives_torch_entry import register
@@ -35,18 +36,11 @@ __all__ = [
 
 register()
 
+_MODULES = {"SyncBatchNorm": "sync_batch_norm", "GradientError": "gradients"}
+"""Of the names that `functions` lacks."""
+
 
 def __getattr__(name: str) -> Any:
-    if name == "SyncBatchNorm":
-        from collectives.torch.sync_batch_norm import SyncBatchNorm
-
-        return SyncBatchNorm
-    if name == "GradientError":
-        from collectives.torch.gradients import GradientError
-
-        return GradientError
-    if name in __all__:
-        from collectives.torch import functions
-
-        return getattr(functions, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'functions')}"), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -144,9 +145,7 @@ def agreed_options(
             if problem:
                 if first:
                     warn_fallback(f"rank {rank}: {problem}")
-                return CommunicationOptions(
-                    given.bytes_per_pack, given.timeout_seconds, compression=given.compression
-                )
+                return replace(given, implementation=CommunicationImplementation.AUTO)
     if first:
         log.debug("communication: %r; for AUTO see Communicator.explain", given)
     return given

@@ -41,21 +41,30 @@ def replace_method(owner: Any, method: str, make: Make) -> Undo:
     return undo
 
 
+def wrap_method(owner: Any, method: str, function: Callable[..., Any]) -> Undo:
+    """Replace a method by `function(original, thing, *args, **kwargs)`."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return call
+
+    return replace_method(owner, method, make)
+
+
 def call_with(
     owner: Any, method: str, callback: Callable[[Any], None], *, after: bool = False
 ) -> Undo:
     """Have `callback` called with the object before, or after, each call of a method."""
 
-    def make(original: Any) -> Callable[..., Any]:
-        @wraps(original)
-        def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
-            if not after:
-                callback(thing)
-            result = original(thing, *args, **kwargs)
-            if after:
-                callback(thing)
-            return result
+    def call(original: Any, thing: Any, *args: Any, **kwargs: Any) -> Any:
+        if not after:
+            callback(thing)
+        result = original(thing, *args, **kwargs)
+        if after:
+            callback(thing)
+        return result
 
-        return call
-
-    return replace_method(owner, method, make)
+    return wrap_method(owner, method, call)

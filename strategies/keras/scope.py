@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from typing import Any
 
 import keras
 
-from strategies.foreign.methods import replace_method
+from strategies.foreign.methods import wrap_method
 from strategies.keras.models import permit_training, prepare
 from strategies.keras.training import Training
 from strategies.replication.replication import Replication
@@ -28,18 +27,14 @@ def training_scope(training: Training) -> Iterator[None]:
     """A context in which this thread's `model.compile` prepares the model for the ranks."""
     thread, compiled = threading.get_ident(), []
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(model, *args, **kwargs)
-            if threading.get_ident() == thread:
-                prepare(model, training)
-                compiled.append(model)
-            return result
+    def compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        if threading.get_ident() == thread:
+            prepare(model, training)
+            compiled.append(model)
+        return result
 
-        return compile
-
-    undo = replace_method(keras.Model, "compile", make)
+    undo = wrap_method(keras.Model, "compile", compile)
     try:
         yield
     finally:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import keras
 
-from strategies.foreign.methods import replace_method
+from strategies.foreign.methods import wrap_method
 
 _STRIDE = 1_000_003
 """Between the seeds of two replicas: more than the numbers that Keras's global generator draws."""
@@ -27,18 +26,14 @@ def replica_seeds(rank: int) -> Iterator[None]:
         return
     thread = threading.get_ident()
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def next(generator: Any, *args: Any, **kwargs: Any) -> Any:
-            drawn = original(generator, *args, **kwargs)
-            if threading.get_ident() != thread:
-                return drawn
-            shift = [rank * _STRIDE, 0]
-            return drawn + generator.backend.convert_to_tensor(shift, generator.state.dtype)
+    def next(original: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn = original(generator, *args, **kwargs)
+        if threading.get_ident() != thread:
+            return drawn
+        shift = [rank * _STRIDE, 0]
+        return drawn + generator.backend.convert_to_tensor(shift, generator.state.dtype)
 
-        return next
-
-    undo = replace_method(keras.random.SeedGenerator, "next", make)
+    undo = wrap_method(keras.random.SeedGenerator, "next", next)
     try:
         yield
     finally:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from strategies.foreign.methods import Undo, replace_method
+from strategies.foreign.methods import Undo, wrap_method
 from strategies.keras.tensorflow_gradients import reduce_gradients
 from strategies.keras.training import Training
 
@@ -20,20 +19,18 @@ def compress_gradients(strategy: Any, training: Training) -> Undo:
     Returns the function that restores the method.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def reduce(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
-            context = tf.distribute.get_replica_context()
-            if context is None or context.strategy is not strategy:
-                return original(optimizer, grads_and_vars)
-            # Their positions among all variables name the gradients that are compressed together.
-            pairs = {optimizer._get_variable_index(each[1]): each for each in grads_and_vars}
-            variables = optimizer._trainable_variables
-            gradients = [pairs.get(index, (None,))[0] for index in range(len(variables))]
-            number = training.number_of(optimizer)
-            reduced = reduce_gradients(training, number, gradients, variables)
-            return [(reduced[index], variable) for index, (_, variable) in pairs.items()]
+    def reduce(
+        original: Callable[..., Any], optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]
+    ) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not strategy:
+            return original(optimizer, grads_and_vars)
+        # Their positions among all variables name the gradients that are compressed together.
+        pairs = {optimizer._get_variable_index(each[1]): each for each in grads_and_vars}
+        variables = optimizer._trainable_variables
+        gradients = [pairs.get(index, (None,))[0] for index in range(len(variables))]
+        number = training.number_of(optimizer)
+        reduced = reduce_gradients(training, number, gradients, variables)
+        return [(reduced[index], variable) for index, (_, variable) in pairs.items()]
 
-        return reduce
-
-    return replace_method(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", make)
+    return wrap_method(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", reduce)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
 from tensorflow.python.eager import execute
 from tensorflow.python.framework import errors
+
+from collectives.caching import LRU
 
 OPERATION = "strategies_collective"
 """The name of the Python operations that collectives are in a graph."""
@@ -28,7 +29,7 @@ _MARK = re.compile(r"\[collective failure (\d+)\]")
 _failed = 0
 
 _lock = threading.Lock()
-_originals: OrderedDict[int, Exception] = OrderedDict()
+_originals: LRU[int, Exception] = LRU(_KEPT)
 _count = 0
 
 
@@ -51,9 +52,7 @@ def carried(error: Exception) -> CollectiveFailureError:
     with _lock:
         _count += 1
         number = _count
-        _originals[number] = error
-        while len(_originals) > _KEPT:
-            _originals.popitem(last=False)
+        _originals.put(number, error)
     return CollectiveFailureError(f"{type(error).__name__}: {error} [collective failure {number}]")
 
 

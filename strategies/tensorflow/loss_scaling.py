@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import wraps
-from types import FrameType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from strategies.foreign.methods import Undo, replace_method
+from strategies.foreign.methods import Undo, wrap_method
+from strategies.tensorflow.variables import callers
 
 
 def agree_on_overflows(strategy: Any) -> Undo:
@@ -21,19 +19,15 @@ def agree_on_overflows(strategy: Any) -> Undo:
     it checks them, while they are reduced when the inner optimizer applies them.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def check_finite(optimizer: Any, grads: Any) -> Any:
-            finite = original(optimizer, grads)
-            context = tf.distribute.get_replica_context()
-            if context is None or context.strategy is not strategy:
-                return finite
-            overflows = context.all_reduce("SUM", tf.cast(tf.logical_not(finite), tf.int32))
-            return tf.equal(overflows, 0)
+    def check_finite(original: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
+        finite = original(optimizer, grads)
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not strategy:
+            return finite
+        overflows = context.all_reduce("SUM", tf.cast(tf.logical_not(finite), tf.int32))
+        return tf.equal(overflows, 0)
 
-        return check_finite
-
-    return replace_method(keras.optimizers.LossScaleOptimizer, "check_finite", make)
+    return wrap_method(keras.optimizers.LossScaleOptimizer, "check_finite", check_finite)
 
 
 def makes_scale() -> bool:
@@ -41,12 +35,10 @@ def makes_scale() -> bool:
 
     Its steps halve, double or reset that.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         owner = frame.f_locals.get("self")
         if isinstance(owner, keras.optimizers.LossScaleOptimizer):
             return frame.f_code.co_name in ("build", "add_variable")
         if isinstance(owner, keras.optimizers.Optimizer):
             return False
-        frame = frame.f_back
     return False

@@ -10,6 +10,7 @@ all ranks execute their collectives in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,11 +163,8 @@ class Operations:
                 raise ValueError(f"gather: no axis {axis} in a tensor of shape {shape}")
             place = axis % shape.rank
             shape = tf.TensorShape([*shape[:place], None, *shape[place + 1 :]])
-
-        def call(array: Any) -> list[Any]:
-            return [self.replication.all_gather(array, axis, options)]
-
-        return self.execute(call, [value], [shape])[0]
+        gather = partial(self.replication.all_gather, axis=axis, options=options)
+        return self._execute_one(gather, value, shape)
 
     def broadcast(self, value: Any) -> Any:
         """The first rank's tensor or IndexedSlices. Shapes of tensors are equal on all ranks."""
@@ -176,21 +174,19 @@ class Operations:
                 value = tf.IndexedSlices(*rows, value.dense_shape)
             return self._reduce_slices([value], mean=False)[0]
         value = tf.convert_to_tensor(value)
-
-        def call(array: Any) -> list[Any]:
-            return [self.replication.broadcast_first(np.asarray(array))]
-
-        return self.execute(call, [value], [value.shape])[0]
+        return self._execute_one(self.replication.broadcast_first, value, value.shape)
 
     def mirror(self, value: Any) -> Any:
         """The chief's value of a new variable; a MismatchError where shapes or dtypes differ."""
-
-        def call(array: Any) -> list[Any]:
-            return [self.replication.mirror(np.array(array), "a variable's initial value")]
-
         if self.communicator.size == 1:
             return value
-        return self.execute(call, [value], [value.shape])[0]
+        what = "a variable's initial value"
+        mirror = self.replication.mirror
+        return self._execute_one(lambda own: mirror(np.array(own), what), value, value.shape)
+
+    def _execute_one(self, call: Callable[[Any], Any], value: Any, shape: Any) -> Any:
+        """Call a function of one array with a tensor; its result, of that shape."""
+        return self.execute(lambda array: [call(array)], [value], [shape])[0]
 
     def execute(
         self, call: Callable[..., Sequence[Any]], inputs: Sequence[Any], shapes: Sequence[Any]

@@ -36,26 +36,20 @@ class AveragedVariable(ReplicatedVariable):
     outer_copy: Any = None
     """The TensorFlow variable by which that is done."""
 
-    def assign(
-        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
-    ) -> Any:
+    def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         """As of `tf.Variable`; outside of `run` the round began with this value."""
         self._change_outer(lambda copy: copy.assign(_own(value)))
-        return super().assign(value, use_locking, name, read_value)
+        return super().assign(value, *options, **named)
 
-    def assign_add(
-        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
-    ) -> Any:
+    def assign_add(self, value: Any, *options: Any, **named: Any) -> Any:
         """As of `tf.Variable`; outside of `run` it is added to what the round began with, too."""
         self._change_outer(lambda copy: copy.assign_add(_own(value)))
-        return super().assign_add(value, use_locking, name, read_value)
+        return super().assign_add(value, *options, **named)
 
-    def assign_sub(
-        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
-    ) -> Any:
+    def assign_sub(self, value: Any, *options: Any, **named: Any) -> Any:
         """As of `tf.Variable`; outside of `run` as `assign_add`."""
         self._change_outer(lambda copy: copy.assign_sub(_own(value)))
-        return super().assign_sub(value, use_locking, name, read_value)
+        return super().assign_sub(value, *options, **named)
 
     def _change_outer(self, change: Callable[[Any], object]) -> None:
         if not values_util.is_saving_non_distributed():

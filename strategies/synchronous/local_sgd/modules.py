@@ -19,7 +19,7 @@ class AveragedModules:
 
     def __init__(self, averaging: Averaging, end_step: Callable[[], None]) -> None:
         """`end_step` is called after each step."""
-        self._averaging, self._end_step = averaging, end_step
+        self._averaging, self.end_step = averaging, end_step
         self._known: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
         self._warned = False
 
@@ -67,10 +67,6 @@ class AveragedModules:
         """After an averaging."""
         for module in self._known.values():
             module.note_versions()
-
-    def end_step(self) -> None:
-        """After a step, of which a model with several optimizers makes several."""
-        self._end_step()
 
 
 class _Module:
