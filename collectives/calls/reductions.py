@@ -104,7 +104,7 @@ def all_reduce(
 
 
 def barrier(engine: Engine, what: str | None = None) -> Operation:
-    """Nothing but the agreement that all have come, and have come for the same."""
+    """A call without data, which returns once every rank has made it with the same text."""
     check_text(what)
     return Operation(Signature("barrier", detail=what), lambda engine: None)
 

@@ -12,8 +12,8 @@ call before, since no leader completes a call without all others. So it is not l
 short time ago, the *gap*. A message that arrives in round k may be older than the one of round
 k − 1 by another gap. After a withdrawal the data of the call are sent by new rounds.
 
-The deadline that counts is the shortest of all ranks. The rounds, which follow every vote on equal
-words, tell it to all leaders alike, for the next call. A leader whose deadline is shorter by then
+The deadline that counts is the shortest of all ranks. The rounds send it to all leaders, for the
+next call; they follow every vote on equal words. A leader whose deadline is shorter by then
 votes at once: another one that began long after the call before would send its message, find itself
 late when it receives this one's, and wait for an answer while this leader uses the data.
 

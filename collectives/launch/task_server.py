@@ -84,7 +84,7 @@ class TaskServer:
         with self._lock:
             self._stopped = True
         self._acceptor.join()
-        # What has not arrived by now is late, and is told so when it connects again.
+        # A task that connects again gets the answer that it is late.
         self._end_unproved(most=0)
         self.socket.close()
 

@@ -35,7 +35,7 @@ class Member(NamedTuple):
 
 
 class Accumulated:
-    """What backwards have brought that no round has reduced yet."""
+    """Gradients of earlier backwards that no round has reduced yet."""
 
     def __init__(self) -> None:
         self.keys: set[int] = set()

@@ -100,7 +100,7 @@ class CallQueue:
             last.wait()
 
     def _run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
-        """Make a brief call now, if all ranks come soon; its ended work, or None if not."""
+        """Make a brief call in this thread if all ranks make it soon: its ended work, else None."""
         if self.pending or _bytes_of(outputs) > _BRIEF_BYTES:
             return None
         if not self._all_come(_HANDOVER_SECONDS):

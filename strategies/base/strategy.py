@@ -138,10 +138,10 @@ class Strategy(Replication):
     ) -> Iterable[Any]:
         """This replica's share of a re-iterable of global batches, the same one on every rank.
 
-        Batches are nests of arrays of equal length on axis 0. How they are shared out says the
-        AutoShardPolicy in `options`, else the one in the dataset's own `options()`, else AUTO: a
-        dataset of files by file where there are enough, any other by cutting each batch into
-        contiguous parts of ⌈n/W⌉, the last of which may be shorter or empty. Collective, as is
+        Batches are nests of arrays of equal length on axis 0. The AutoShardPolicy in `options`
+        decides how they are split, else that of the dataset's own `options()`, else AUTO: a dataset
+        of files by file where there are enough, any other by cutting each batch into contiguous
+        parts of ⌈n/W⌉, the last of which may be shorter or empty. Collective, as is
         iteration: the end is agreed on at every step, and a rank whose data ends early gets empty
         batches until all have ended. Raises, on every rank alike, TypeError where the dataset can
         be iterated only once, ValueError where the policy doesn't fit it.

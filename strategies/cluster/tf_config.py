@@ -86,7 +86,7 @@ def validate_for_collective_training(config: TFConfig) -> None:
     jobs = config.cluster.as_dict() if config.cluster else {}
     if jobs.get("ps"):
         seen = f'cluster["ps"] is {shown(jobs["ps"])}'
-        allowed = f"MultiWorkerMirroredStrategy knows only the jobs {_TRAINING_JOBS}"
+        allowed = f"MultiWorkerMirroredStrategy takes only the jobs {_TRAINING_JOBS}"
         raise ValueError(f"{seen}; {allowed}: use ParameterServerStrategy")
     _validate_for("MultiWorkerMirroredStrategy", _TRAINING_JOBS, config)
 

@@ -50,7 +50,7 @@ class CollectivesWithOptions:
 
     @property
     def compressed(self) -> CompressedReducer:
-        """Compresses as the first options said. Collective at the first use."""
+        """What compresses by the options. Its first use is collective."""
         assert self._compression is not None
         if self._compressed is None:
             self._compressed = CompressedReducer(self._communicator, self._compression)

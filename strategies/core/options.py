@@ -143,7 +143,7 @@ class CommunicationOptions(CheckedAttributes):
     single call. What was left out of a step is not kept in checkpoints.
 
     Raises ValueError or TypeError for anything else, also where it is assigned, AttributeError for
-    other attributes. But for the compression as `tf.distribute.experimental.CommunicationOptions`.
+    other attributes. As `tf.distribute.experimental.CommunicationOptions`, but for the compression.
     """
 
     checks: ClassVar[Checks] = {

@@ -25,7 +25,7 @@ NOTHING = (
     "a value of the replicas is None: must be an array or a number. Does the function that is given"
     " to `run` return what is reduced or gathered?"
 )
-"""Of a TypeError."""
+"""The text of the TypeError for such a value."""
 
 
 class DistributedValues:

@@ -92,7 +92,7 @@ class Operations:
                 totals[count:] = sums_of_batches(self.replication, arrays[count:], is_empty)
             return totals
 
-        # In most programs it is known: an input less.
+        # Most programs know it while they are traced: the operation needs no input for it.
         inputs = tensors if empty is False else [*tensors, tf.convert_to_tensor(empty)]
         totals = self.execute(call, inputs, [each.shape for each in tensors])
         return [_divided(each, self.communicator.size) for each in totals] if mean else totals
