@@ -120,7 +120,8 @@ def parse_dtype(text: str) -> DType:
         dtype = np.dtype(text)
     except TypeError:
         raise problem from None
-    if dtype.hasobject or not dtype.itemsize:
+    # Those of ml_dtypes, such as bfloat16, have kinds of their own.
+    if dtype.kind not in "biufc" and dtype.type.__module__ != "ml_dtypes":
         raise problem
     return dtype
 

@@ -42,7 +42,8 @@ def _twice(paths: Mapping[str, Path]) -> str | None:
     seen: dict[Path, str] = {}
     for name, path in paths.items():
         first = seen.setdefault(path.resolve(), name)
-        if first != name:
+        # A device may take both.
+        if first != name and (path.is_file() or not path.exists()):
             return f"--{name}: {path} is the file of --{first}, too"
     return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 
 from collectives.asynchronous.duplicate import Duplicate
@@ -140,12 +139,7 @@ class Group(Deferred):
     def __enter__(self: Entered) -> Entered:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
 
@@ -188,6 +182,11 @@ class Group(Deferred):
     def lost_rank(self) -> bool:
         """Whether a call has failed since a rank has died."""
         return self._engine.lost_rank
+
+    @property
+    def unsent(self) -> bool:
+        """Whether messages of this rank are still on their way."""
+        return bool(self._messages.pending)
 
     def close_at_exit(self, seconds: float) -> bool:
         """Close at the program's end; whether nothing is left to close.

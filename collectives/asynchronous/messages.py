@@ -69,7 +69,7 @@ class Messages:
         self._engine, self._transport = engine, engine.transport
         # The transport allows one thread at a time.
         self._lock = threading.Lock()
-        self._pending: deque[Transfer] = deque()
+        self.pending: deque[Transfer] = deque()
         self._unmatched: dict[Key, deque[Incoming]] = {}
         self._left: dict[Key, deque[Receiving]] = {}
         self._late: dict[Key, Outgoing] = {}
@@ -124,9 +124,9 @@ class Messages:
 
     def complete(self) -> None:
         """Wait for all messages that have been started."""
-        while self._pending:
+        while self.pending:
             with self._lock:
-                first = self._pending[0] if self._pending else None
+                first = self.pending[0] if self.pending else None
             if first is not None:
                 self.wait(first)
                 with self._lock:
@@ -139,10 +139,10 @@ class Messages:
         """
         self.stop()
         end = time.monotonic() + seconds
-        while self._pending and self._engine.broken is None and not self._transport.ended:
+        while self.pending and self._engine.broken is None and not self._transport.ended:
             self._advance_or_break_off()
             if time.monotonic() >= end:
-                return not self._pending
+                return not self.pending
             time.sleep(_POLL_SECONDS)
         return True
 
@@ -192,9 +192,9 @@ class Messages:
         """Make progress on a message until it has moved."""
         with self._lock:
             # Without a thread, no other call may remove them.
-            while self._pending and self._pending[0].moved:
-                self._pending.popleft()
-            self._pending.append(transfer)
+            while self.pending and self.pending[0].moved:
+                self.pending.popleft()
+            self.pending.append(transfer)
             if self._thread is None and self._transport.threads:
                 self._thread = threading.Thread(
                     target=self._work, name="collectives-messages", daemon=True
@@ -216,7 +216,7 @@ class Messages:
         with self._lock:
             if (transfer.arrived or self._match(transfer)) and transfer.advance():
                 return True
-            if self._pending:
+            if self.pending:
                 self._advance_pending()
             return False
 
@@ -242,7 +242,7 @@ class Messages:
 
     def _advance_pending(self) -> None:
         """Make progress on some messages, on others the next time."""
-        pending = self._pending
+        pending = self.pending
         for _ in range(min(len(pending), _ADVANCED)):
             if self._advance(pending[0]):
                 pending.popleft()
@@ -295,5 +295,5 @@ class Messages:
                 self._advance_pending()
             except BaseException as error:
                 self._engine.break_off(error)
-            if not self._pending:
+            if not self.pending:
                 self._some.clear()

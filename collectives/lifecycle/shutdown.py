@@ -21,10 +21,7 @@ from collectives.lifecycle.futures import complete_all, failures
 
 log = logging.getLogger("collectives")
 
-_NOT_CLOSED = (
-    "other ranks have not closed it within the deadline of this rank's end: messages that they have"
-    " not received are lost"
-)
+_UNSENT = "messages that other ranks have not received when this rank ends are lost"
 
 # Ranks that end in step synchronize at once. A rank that ends alone cycles through its
 # communicators, because it can't know in which one the others wait for it.
@@ -49,6 +46,10 @@ class Closable(Protocol):
     @property
     def lost_rank(self) -> bool:
         """Whether a rank of it has died."""
+
+    @property
+    def unsent(self) -> bool:
+        """Whether messages are still on their way."""
 
     def finish(self) -> None:
         """Run the actions that other ranks may still wait for."""
@@ -103,6 +104,7 @@ class ExitCode:
 
     def end_process(self) -> NoReturn:
         """End at once with this code: no exit handler runs, MPI is not finalized."""
+        logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(self.code & 0xFF)
@@ -178,8 +180,8 @@ def _close_all() -> None:
         for group in left:
             if group.deadline is None or waited < group.deadline:
                 groups.append(group)
-            else:
-                log.warning("%r: %s", group, _NOT_CLOSED)
+            elif group.unsent:
+                log.warning("%r: %s", group, _UNSENT)
     complete_all()
     _prepare()
     if _outlives_ranks() and any(each.lost_rank for each in every):

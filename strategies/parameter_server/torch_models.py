@@ -45,7 +45,7 @@ class _Model:
     def __init__(
         self, worker: Worker, served: dict[int, _Served], model: Any, optimizers: Sequence[Any]
     ) -> None:
-        self.worker, self.served = worker, served
+        self.worker, self.served, self.model = worker, served, weakref.ref(model)
         self._lifetime = Lifetime(model, optimizers, self.close)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ def distribute(
                 hook.remove()
         _hooks[each] = _Hooks(worker, _install(worker, served, each, counts=counts))
     for earlier in _models_of(worker):
-        if earlier.served.keys() <= served.keys():
+        if earlier.model() is model:
             earlier.close()
     _models.append(_Model(worker, served, model, optimizers))
     worker.settle, worker.restored = partial(_settle, worker), partial(_restored, worker)

@@ -102,7 +102,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
                 )
             mirror_model(strategy, model)
             if together:
-                mirror_optimizers(strategy, optimizers)
+                mirror_optimizers(strategy.communicator, optimizers)
         except BaseException:
             # The next call would find the parameters taken.
             reducer.close()

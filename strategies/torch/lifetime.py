@@ -22,6 +22,7 @@ class Lifetime:
             if any(each.requires_grad for each in module.parameters(recurse=False))
         ]
         owners += optimizers
+        owners = owners or [model]
         self._left = len(owners)
         self._finalizers = [weakref.finalize(each, self._lose) for each in owners]
         for each in self._finalizers:

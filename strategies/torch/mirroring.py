@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
 import torch
 
+from collectives import Communicator
 from collectives.arrays.tensors import from_torch
 from strategies.core.same_error import PropagatedErrors
 from strategies.replication.replication import Replication
@@ -27,32 +27,93 @@ def mirror_model(strategy: Replication, model: Any) -> None:
                 tensor.copy_(on_cpu)
 
 
-def mirror_optimizers(strategy: Replication, optimizers: Sequence[Any]) -> None:
-    """Load the chief's states where any rank's differ. Collective.
+def mirror_optimizers(communicator: Communicator, optimizers: Sequence[Any]) -> None:
+    """Overwrite the parameters' states with the chief's where any rank's differ. Collective.
 
     They differ where the chief alone has read a checkpoint, or ranks have stepped apart before.
+    Tensors, numbers and texts in them are compared and copied; other objects stay each rank's own.
     """
-    communicator = strategy.communicator
-    states = [each.state_dict() for each in optimizers]
-    digests = communicator.all_gather_object(_digest(states, 0))
-    if len(set(digests)) == 1:
+    with PropagatedErrors(communicator, "distribute"):
+        parameters = [_parameters(each) for each in optimizers]
+        states = [
+            [_packed(each.state.get(one)) for one in own]
+            for each, own in zip(optimizers, parameters, strict=True)
+        ]
+        digest = _digest(states, 0)
+    if len(set(communicator.all_gather_object(digest))) == 1:
         return
     states = communicator.broadcast_object(states if communicator.rank == 0 else None)
-    with PropagatedErrors(communicator, "distribute"):
-        if communicator.rank:
-            for optimizer, state in zip(optimizers, states, strict=True):
-                optimizer.load_state_dict(state)
+    if communicator.rank == 0:
+        return
+    for optimizer, own, given in zip(optimizers, parameters, states, strict=True):
+        for parameter, state in zip(own, given, strict=True):
+            if state is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                was = optimizer.state.get(parameter)
+                optimizer.state[parameter] = _unpacked(state, was, parameter.device)
+
+
+class _Tensor(NamedTuple):
+    dtype: Any
+    shape: tuple[int, ...]
+    on_cpu: bool
+    content: bytes
+
+
+class _Other(NamedTuple):
+    """An object of a rank's own."""
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    """In their order; none of an optimizer that keeps its state in another way than torch's."""
+    if not isinstance(getattr(optimizer, "state", None), dict):
+        return []
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _packed(value: Any) -> Any:
+    """The value with bytes for tensors, which pickle can't send of every dtype."""
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return value
+    if isinstance(value, dict):
+        return {key: _packed(each) for key, each in value.items() if isinstance(key, str)}
+    if type(value) in (list, tuple):
+        return type(value)(map(_packed, value))
+    if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+        content = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _Tensor(value.dtype, tuple(value.shape), value.device.type == "cpu", content)
+    return _Other()
+
+
+def _unpacked(value: Any, own: Any, device: Any) -> Any:
+    """The chief's value; `own` is this rank's, which counts for objects of a rank's own."""
+    if isinstance(value, _Other):
+        return own
+    if isinstance(value, _Tensor):
+        empty = torch.empty(0, dtype=value.dtype)
+        content = (
+            torch.frombuffer(bytearray(value.content), dtype=value.dtype)
+            if value.content
+            else empty
+        )
+        return content.reshape(value.shape).to("cpu" if value.on_cpu else device)
+    if isinstance(value, dict):
+        was = own if isinstance(own, dict) else {}
+        kept = {key: each for key, each in was.items() if not isinstance(key, str)}
+        return kept | {key: _unpacked(each, was.get(key), device) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        alike = type(own) is type(value) and len(own) == len(value)
+        pairs = zip(value, own if alike else [None] * len(value), strict=True)
+        return type(value)(_unpacked(*each, device) for each in pairs)
+    return value
 
 
 def _digest(value: Any, digest: int) -> int:
-    if isinstance(value, torch.Tensor):
-        array = np.ascontiguousarray(from_torch(value.detach().cpu(), "state"))
-        digest = crc32(f"{array.dtype}{array.shape}".encode(), digest)
-        return crc32(array.reshape(-1).view(np.uint8).data, digest)
     if isinstance(value, Mapping):
-        value = list(value.items())
+        value = sorted(value.items())
     if isinstance(value, list | tuple):
         for each in value:
             digest = _digest(each, digest)
         return crc32(str(len(value)).encode(), digest)
-    return crc32(repr(value).encode(), digest)
+    return crc32(value if isinstance(value, bytes) else repr(value).encode(), digest)

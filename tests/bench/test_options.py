@@ -15,6 +15,7 @@ ERRORS = {
     "all_reduce --algorithm ring,": "not ''",
     "all_reduce --dtype float33": "'float33' is not a dtype",
     "all_reduce --dtype U0": "'U0' is not a dtype",
+    "all_reduce --dtype datetime64[s]": "'datetime64[s]' is not a dtype",
     "all_reduce --dtype O": "'O' is not a dtype",
     "all_reduce_many --tensor-bytes 0": "--tensor-bytes is 0: must be at least 1",
     "all_reduce --tensor-bytes 8": "--tensor-bytes is of all_reduce_many, and not of all_reduce",

@@ -374,5 +374,5 @@ comm.isend(np.zeros(3_000_000), 1 - comm.rank)
 def test_messages_that_nobody_receives_are_named_at_exit(launch):
     ended = launch(2, [sys.executable, "-c", LOST], timeout=60)
     assert ended.returncode == 0
-    lost = "messages that they have not received are lost"
+    lost = "messages that other ranks have not received when this rank ends are lost"
     assert errors_of(ended).count(lost) == 2, ended.stderr

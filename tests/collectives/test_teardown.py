@@ -281,6 +281,6 @@ def test_every_method_is_tried():
         methods
         - waits
         - later
-        - {"backend", "closed", "deadline", "lost_rank", "close_at_exit", "forbid"}
+        - {"backend", "closed", "deadline", "lost_rank", "unsent", "close_at_exit", "forbid"}
     )
     assert rest == {name for name in CALLS if " " not in name}

@@ -506,6 +506,26 @@ def test_memory_goes_with_the_model(torch, comm):
 
 
 @pytest.mark.ranks(2, 3)
+def test_optimizers_states_keep_their_kind(torch, comm):
+    """Their dtypes, of which torch's own loading keeps few, and objects of a rank's own."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    own = object()
+    kinds = "bfloat16", "float8_e4m3fn", "complex64", "uint16", "bool"
+    optimizer.state[model.weight] = {
+        kind: torch.full((2, comm.rank + 1), comm.rank).to(getattr(torch, kind)) for kind in kinds
+    } | {"own": own, "nothing": torch.ones(comm.rank), "pair": (comm.rank, [1.5])}
+    strategies.MultiWorkerMirroredStrategy(communicator=comm).distribute(model, optimizer)
+    state = optimizer.state[model.weight]
+    assert state.pop("own") is own
+    assert state.pop("pair") == (0, [1.5])
+    assert state.pop("nothing").shape == (0,)
+    assert [(str(each.dtype), each.tolist()) for each in state.values()] == [
+        (f"torch.{kind}", [[0], [0]]) for kind in kinds
+    ]
+
+
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
 def test_optimizers_become_the_chiefs(torch, comm, kind):
     """Whether the chief alone has read a checkpoint, or all ranks have stepped apart."""
