@@ -74,8 +74,9 @@ def length_of(batch: Any) -> int:
 class Pieces(DataAdapter):  # type: ignore[misc]
     """This rank's piece of every batch of another adapter."""
 
-    def __init__(self, whole: DataAdapter, training: Training) -> None:
-        self._whole, self._training = whole, training
+    def __init__(self, whole: DataAdapter, training: Training, most: int | None) -> None:
+        """`most`: batches that one iteration takes; None where it takes all."""
+        self._whole, self._training, self._most = whole, training, most
         self._share = share_of(training)
         self._compared = False
         self.lengths: list[int] | None = None
@@ -126,12 +127,11 @@ class Pieces(DataAdapter):  # type: ignore[misc]
 
     def get_tf_dataset(self) -> Any:
         """The global batches, which a strategy of `tf.distribute` splits."""
-        dataset = self._whole.get_tf_dataset()
         if isinstance(self._whole, TFDatasetAdapter):
-            return dataset
-        from strategies.keras.tensorflow_data import copied
+            return self._whole.get_tf_dataset()
+        from strategies.keras.tensorflow_data import batches_of
 
-        return copied(dataset)
+        return batches_of(self._whole, self._most)
 
     @property
     def num_batches(self) -> int | None:
@@ -242,11 +242,13 @@ def share_data(
     *,
     shuffle: Any = False,
     seed: int = 0,
+    most: int | None = None,
     **options: Any,
 ) -> Any:
     """An adapter that gives Keras this rank's pieces of the data that every rank was given.
 
     seed: `common_seed`, which determines the order with `shuffle`.
+    most: as of `Pieces`.
     options: `batch_size`, `class_weight` and `steps_per_epoch`, as of `fit`.
 
     Not collective. Raises as Keras does for data that it doesn't support; TypeError for
@@ -266,7 +268,7 @@ def share_data(
     elif shuffle and (set_seed := shared_order(x)) is not None:
         set_seed(seed)
     whole = get_data_adapter(x, y, sample_weight, **options)
-    return Pieces(whole, training)
+    return Pieces(whole, training, most)
 
 
 def _refuse_without_rows(*arrays: Any) -> None:

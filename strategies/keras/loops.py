@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -147,6 +148,7 @@ class Loops:
         self._compare(name, given)
         arrays = _taken(given, *data)
         options = {"batch_size": given.pop("batch_size"), "steps_per_epoch": given["steps"]}
+        options["most"] = self._read_by(given["steps"])
         communicator = self._training.communicator
         x = call_on_all(
             communicator,
@@ -167,7 +169,13 @@ class Loops:
             *parts,
             batch_size=given["validation_batch_size"] or batch_size,
             steps_per_epoch=given["validation_steps"],
+            most=self._read_by(given["validation_steps"]),
         )
+
+    def _read_by(self, steps: int | None) -> int | None:
+        """The number of batches that so many steps read: whole executions of them."""
+        together = self._model.steps_per_execution
+        return None if steps is None else math.ceil(steps / together) * together
 
     def _verbose(self, given: Mapping[str, Any]) -> Any:
         return given["verbose"] if self._training.is_chief else 0

@@ -8,6 +8,7 @@ its own rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from keras.src.trainers.data_adapters.array_slicing import (
     convert_to_sliceable,
     slice_tensorflow_sparse_wrapper,
 )
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 _PREFETCHED = 4
 
@@ -72,12 +74,18 @@ def pieces_of(arrays: Any, starts: Any, stops: Any, order: Callable[[], Any] | N
     return OwnPieces(pieces.with_options(options).prefetch(_PREFETCHED))
 
 
-def copied(batches: Any) -> Any:
-    """The dataset of the same batches, in memory of TensorFlow's.
+def batches_of(whole: Any, most: int | None) -> Any:
+    """The dataset of an adapter's batches, in memory of TensorFlow's.
 
-    Tensors of a Python generator lie in the program's own arrays. Operations whose input nothing
-    else needs store their result in it (TensorFlow 2.21).
+    No iteration reads more than `most` batches of a Python generator: those that are read ahead are
+    lost when it ends, as many as each rank has had time for. A generator's tensors lie in the
+    program's own arrays; operations whose input nothing else needs store their result in it
+    (TensorFlow 2.21).
     """
+    if most is not None and isinstance(whole, GeneratorDataAdapter):
+        iterate = whole.generator
+        whole.generator = lambda: islice(iterate(), most)
+    batches = whole.get_tf_dataset()
 
     def copy(*parts: Any) -> Any:
         batch = parts if isinstance(batches.element_spec, tuple) else parts[0]

@@ -334,6 +334,26 @@ def test_a_model_of_another_backend_is_refused(tf, strategy, monkeypatch):
         model.compile("sgd", "mse")
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_generator_of_validation_data_goes_on(tf, strategy, together):
+    """Without what is read ahead. Batch i has the value i; Keras begins with the first two anew."""
+    inputs = np.zeros((4, 1), np.float32)
+
+    def generator():
+        for number in itertools.count():
+            yield np.full_like(inputs, number), inputs
+
+    with strategy.scope():
+        model = tf.keras.Sequential(
+            [tf.keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)]
+        )
+        model.compile(tf.keras.optimizers.SGD(0.0), "mae", steps_per_execution=together)
+    validation = {"validation_data": generator(), "validation_steps": 4}
+    every = model.fit(inputs, inputs, epochs=4, verbose=0, **validation)
+    drawn = [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7], [0, 1, 8, 9]]
+    assert every.history["val_loss"] == [np.mean(each) for each in drawn]
+
+
 # Keras's, at the end of a generator.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
