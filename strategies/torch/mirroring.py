@@ -34,24 +34,20 @@ def mirror_optimizers(communicator: Communicator, optimizers: Sequence[Any]) -> 
     Tensors, numbers and texts in them are compared and copied; other objects stay each rank's own.
     """
     with PropagatedErrors(communicator, "distribute"):
-        parameters = [_parameters(each) for each in optimizers]
-        states = [
-            [_packed(each.state.get(one)) for one in own]
-            for each, own in zip(optimizers, parameters, strict=True)
-        ]
-        digest = _digest(states, 0)
+        places = [(each.state, one) for each in optimizers for one in _parameters(each)]
+        digest = 0
+        for state, parameter in places:
+            digest = _digest(_packed(state.get(parameter)), digest)
     if len(set(communicator.all_gather_object(digest))) == 1:
         return
-    states = communicator.broadcast_object(states if communicator.rank == 0 else None)
     if communicator.rank == 0:
+        communicator.broadcast_object([_packed(state.get(one)) for state, one in places])
         return
-    for optimizer, own, given in zip(optimizers, parameters, states, strict=True):
-        for parameter, state in zip(own, given, strict=True):
-            if state is None:
-                optimizer.state.pop(parameter, None)
-            else:
-                was = optimizer.state.get(parameter)
-                optimizer.state[parameter] = _unpacked(state, was, parameter.device)
+    for (state, parameter), given in zip(places, communicator.broadcast_object(), strict=True):
+        if given is None:
+            state.pop(parameter, None)
+        else:
+            state[parameter] = _unpacked(given, state.get(parameter), parameter.device)
 
 
 class _Tensor(NamedTuple):
