@@ -29,10 +29,10 @@ def problem_of(
     """
     problem = None
     if world.rank == 0:
-        paths = {name: getattr(options, name) for name in names}
-        found = {name: _why_not(path, folder) for name, path in paths.items() if path}
+        paths = {name: path for name in names if (path := getattr(options, name))}
+        found = {name: _why_not(path, folder) for name, path in paths.items()}
         problem = next((f"--{name}: {text}" for name, text in found.items() if text), None)
-        problem = problem or _twice({name: path for name, path in paths.items() if path})
+        problem = problem or _twice(paths)
     shared: str | None = world.bcast(problem)
     return shared
 

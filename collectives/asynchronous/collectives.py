@@ -41,7 +41,7 @@ def _asynchronous(
         return self._submit(make(self._engine, *arguments, **named))
 
     itself = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-    start.__signature__ = Signature(  # type: ignore[attr-defined]
+    start.__signature__ = Signature(  # type: ignore[attr-defined]  # inspect reads it
         [itself, *parameters], return_annotation="Handle[Any]"
     )
     start.__name__ = f"{collective}_async"

@@ -159,7 +159,7 @@ class ExchangedRows:
 
     def _joining_of(self, blocks: Sequence[Block]) -> _Joining:
         """From the heads that the messages hold now."""
-        places: list[tuple[Array, memoryview, int]] = [None] * self._size  # type: ignore[list-item]
+        places: list[Any] = [None] * self._size
         for ranks, (buffer, start) in zip(self._check.members, blocks, strict=True):
             at = start
             for rank in ranks:

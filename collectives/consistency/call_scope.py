@@ -85,7 +85,7 @@ class CallScope:
 
     def is_within_call(self) -> bool:
         """Whether this thread is in one."""
-        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]  # of RLock
         return owned
 
     def break_off(self, error: BaseException) -> None:

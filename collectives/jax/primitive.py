@@ -39,7 +39,7 @@ def _effects() -> Any:
     return set(made.effects)
 
 
-@_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
+@_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]  # of JAX
 def _shapes(*arrays: Any, call: Call, count: int) -> Any:
     kind = KINDS[call.kind]
     shapes = []
@@ -49,7 +49,7 @@ def _shapes(*arrays: Any, call: Call, count: int) -> Any:
     return shapes, _effects() if kind.kept or call.kept else set()
 
 
-@_primitive.def_impl  # type: ignore[untyped-decorator]
+@_primitive.def_impl  # type: ignore[untyped-decorator]  # of JAX
 def _run_at_once(*arrays: Any, **parameters: Any) -> Any:
     if parameters["call"].kind == PVARY:
         return list(map(jnp.asarray, arrays))

@@ -18,8 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from collectives.consistency.uncaught import end_alone
 from collectives.lifecycle.futures import complete_all, failures
-
-log = logging.getLogger("collectives")
+from collectives.waiting.wait_policy import log
 
 _UNSENT = "messages that other ranks have not received when this rank ends are lost"
 

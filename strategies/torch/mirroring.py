@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -106,7 +106,7 @@ def _unpacked(value: Any, own: Any, device: Any) -> Any:
 
 
 def _digest(value: Any, digest: int) -> int:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = sorted(value.items())
     if isinstance(value, list | tuple):
         for each in value:
