@@ -129,7 +129,7 @@ class Bench:
             warmup=self._settings.warmup,
             repeats=self._settings.repeats,
         )
-        wrong = [self._check(side, batch) for side in sides]
+        wrong = [self._check(side) for side in sides]
         timing = Timing.of(seconds[0])
         algbw = nbytes / timing.median
         return Measurement(
@@ -170,14 +170,14 @@ class Bench:
         ratio = self._yardstick.ratio
         return ratio(ours.problem, algorithm, theirs.problem, in_place=ours.in_place)
 
-    def _check(self, side: Side, batch: int) -> int:
-        """Wrong elements on all ranks after one more batch, on fresh inputs and poisoned outputs.
+    def _check(self, side: Side) -> int:
+        """Wrong elements on all ranks after one more call, on fresh inputs and poisoned outputs.
 
-        In place it is a single call, because a second one would fold the result of the first.
+        A single call: others may fill the outputs by another path, and in place fold its result.
         """
-        problem, in_place = side.tasks[0].problem, side.tasks[0].in_place
+        problem = side.tasks[0].problem
         side.reset()
-        result = side.subject.run(1 if in_place else batch)
+        result = side.subject.run(1)
         wrong = count_wrong(result, self._case.expected(problem, self._comm.rank))
         total: int = self._world.allreduce(wrong)
         return total

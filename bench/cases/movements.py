@@ -62,8 +62,9 @@ class Gather(AllGather):
         return super().expected(problem, rank) if rank == problem.root else None
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
-        """The result is a new array."""
-        return partial(comm.gather, task.send, root=task.problem.root, algorithm=algorithm)
+        """With `out`, which counts on the root alone."""
+        root = task.problem.root
+        return partial(comm.gather, task.send, root=root, out=task.out, algorithm=algorithm)
 
 
 class Scatter(CutCase):
@@ -81,9 +82,9 @@ class Scatter(CutCase):
         return problem.values(problem.root, problem.count)[problem.block_of(rank)]
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
-        """The result is a new array."""
-        array = task.send if task.on_root else None
-        return partial(comm.scatter, array, root=task.problem.root, algorithm=algorithm)
+        """With `out`."""
+        array, root = task.send if task.on_root else None, task.problem.root
+        return partial(comm.scatter, array, root=root, out=task.out, algorithm=algorithm)
 
 
 class AllToAll(CutCase):

@@ -6,6 +6,7 @@ The root's pickle travels with the check of the call, and few bytes of an array 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from collectives.reductions.reduction import Array
 from collectives.shm.addresses import FIRST_NUMBER
 from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
+from collectives.shm.selector import PathSelector
 
 _BYTES = np.dtype(np.uint8)
 
@@ -48,7 +50,7 @@ class Sent(NamedTuple):
 
 _NOTHING = Sent(b"")
 
-Receive = Callable[[Any, Array | None, Any], Any]
+Receive = Callable[[Any, Array | None, Any, Any], Any]
 
 
 def bind_from_root(
@@ -60,9 +62,10 @@ def bind_from_root(
 ) -> Call:
     """The function (sent, source) of a `Sent`, None on other ranks than the root.
 
-    receive(result, data, source) ends the call: `result` was pickled on the root, `data` are the
-    bytes of its array, None where they did not travel with the check. `read` returns what was
-    pickled, and raises it if it is an exception, as all ranks do.
+    receive(result, data, source, index) ends the call: `result` was pickled on the root, `data` are
+    the bytes of its array, None where they did not travel with the check. `index` is that of the
+    rows of addresses, as for `bound.bind`. `read` returns what was pickled, and raises it if it is
+    an exception, as all ranks do.
     """
     node, most = node_of_all(engine), room_of_row(engine, 1)
     row: _NodeRow | _ExchangedRow | _MessageRow
@@ -84,7 +87,7 @@ def bind_from_root(
             if sent is not None:
                 pickled[...] = np.frombuffer(sent.pickled, _BYTES)
             engine.run("broadcast", None, pickled, root=root)
-        return receive(read(engine, pickled), content[:nbytes] if few else None, source)
+        return receive(read(engine, pickled), content[:nbytes] if few else None, source, index)
 
     return bind(engine, signature, run, row.publish, row.exchange)
 
@@ -96,20 +99,25 @@ class _NodeRow:
     most = SMALL_BYTES
 
     def __init__(self, node: Node, root: int) -> None:
-        memory = node.steps.memory
+        memory, self._addresses = node.steps.memory, node.addresses
         self._words = memory.words[root]
         self._slots = {
             at + DATA: memory.slots[root][parity][ROW_BYTES:] for parity, at in enumerate(ARRIVALS)
         }
         self._bytes = {index: slot.data for index, slot in self._slots.items()}
-        self.publish = self._publish if memory.rank == root else None
+        self.publish = (
+            self._publish if memory.rank == root else self._addresses.numbers_publisher(0, 0)
+        )
 
     def _publish(self, index: int, sent: Any, target: Any) -> None:
         pickled, nbytes, array = sent
         length, slot = len(pickled), self._slots[index]
-        self._words[index + FIRST_NUMBER] = length
-        self._words[index + FIRST_NUMBER + 1] = nbytes
         few = length + nbytes <= self.most
+        if few:
+            self._words[index + FIRST_NUMBER] = length
+            self._words[index + FIRST_NUMBER + 1] = nbytes
+        else:
+            self._addresses.store(index, array, None, length, nbytes)
         if few and nbytes:
             slot[:nbytes] = array.view(_BYTES)
         if length <= self.most:
@@ -161,7 +169,7 @@ class _MessageRow:
 def bind_broadcast_object(engine: Engine, root: int) -> Call:
     """The function (sent, None) → the root's object."""
     signature = Signature("broadcast_object", root=root)
-    return bind_from_root(engine, signature, root, lambda result, data, source: result)
+    return bind_from_root(engine, signature, root, lambda result, data, source, index: result)
 
 
 def bind_scatter(engine: Engine, root: int) -> Call:
@@ -174,15 +182,16 @@ def bind_scatter(engine: Engine, root: int) -> Call:
     def read(engine: Engine, pickled: Array) -> _Block:
         content = pickled.tobytes()
         return known.get(content) or known.put(
-            content, _Block(result_of(engine, pickled), engine.rank, engine.size)
+            content, _Block(engine, result_of(engine, pickled), root)
         )
 
-    def receive(block: _Block, data: Array | None, source: tuple[Any, Array | None, Any]) -> Any:
+    def receive(
+        block: _Block, data: Array | None, source: tuple[Any, Array | None, Any], index: Any
+    ) -> Any:
         array, flat, out = source
         if data is not None:
-            return block.deliver(engine, data, array, out)
-        elements = scatter_block(engine, block.found, flat, root, None)
-        return block.found.deliver(engine, elements, array, out)
+            return block.deliver(data, array, out)
+        return block.move(flat, array, out, index)
 
     return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)
 
@@ -190,25 +199,60 @@ def bind_scatter(engine: Engine, root: int) -> Call:
 class _Block:
     """This rank's part of arrays of one kind, whose bytes lie one behind the other."""
 
-    def __init__(self, found: Scattered, rank: int, size: int) -> None:
-        lengths = found.lengths(size)
-        self.found, self._shape = found, (split_rows(found.rows, size)[rank], *found.rest)
-        self._start = sum(lengths[:rank]) * found.dtype.itemsize
+    def __init__(self, engine: Engine, found: Scattered, root: int) -> None:
+        rank, size, itemsize = engine.rank, engine.size, found.dtype.itemsize
+        self._engine, self._found, self._root = engine, found, root
+        self._shape = split_rows(found.rows, size)[rank], *found.rest
+        self._lengths = [length * itemsize for length in found.lengths(size)]
+        self._start, self._nbytes = sum(self._lengths[:rank]), sum(self._lengths)
+        self._selector: PathSelector | None = None
+        if node_of_all(engine) is not None and size > 1 and not found.on_gpu:
+            paths = engine.paths("scatter", None, _BYTES)
+            path = paths.get(engine.choose("scatter", self._nbytes, paths))
+            if isinstance(path, PathSelector) and path.exchanges(self._nbytes):
+                self._selector = path
 
-    def deliver(self, engine: Engine, data: Array, array: Any, out: Any) -> Any:
+    def deliver(self, data: Array, array: Any, out: Any) -> Any:
         """As `Scattered.deliver`, from all elements' bytes."""
-        found, shape, dtype = self.found, self._shape, self.found.dtype
-        block: Array = np.ndarray(shape, dtype, data, self._start)
-        if found.axis or found.on_gpu:
+        block: Array = np.ndarray(self._shape, self._found.dtype, data, self._start)
+        result = self._result(array, out)
+        if result is None:
+            return self._found.deliver(self._engine, block, array, out)
+        result[...] = block
+        return result
+
+    def move(self, flat: Array | None, array: Any, out: Any, index: Any) -> Any:
+        """As `Scattered.deliver`, of the root's elements, which are `flat` there.
+
+        The root's address is in the row at the index.
+        """
+        engine, found, lengths, root = self._engine, self._found, self._lengths, self._root
+        if found.on_gpu:
+            block = scatter_block(engine, found, flat, root, None)
             return found.deliver(engine, block, array, out)
-        if out is None and (array is None or type(array) is np.ndarray):
-            return block.copy()
-        if (
-            type(out) is np.ndarray
-            and out.flags.carray
-            and out.shape == shape
-            and out.dtype == dtype
-        ):
-            out[...] = block
-            return out
+        result = self._result(array, out)
+        if result is None or (flat is not None and np.may_share_memory(flat, result)):
+            block = np.empty(self._shape, found.dtype)
+        else:
+            block = result
+        source, target = None if flat is None else flat.view(_BYTES), block.reshape(-1).view(_BYTES)
+        if self._selector is None:
+            engine.run("scatter", source, target, lengths=lengths, root=root)
+        else:
+            assert engine.node is not None
+            addresses, _, _ = engine.node.addresses.read(index)
+            run = partial(self._selector.run, addresses, self._nbytes)
+            engine.path = engine.errstate.run(run, source, target, lengths, root)
+        if block is result:
+            return result
         return found.deliver(engine, block, array, out)
+
+    def _result(self, array: Any, out: Any) -> Array | None:
+        """The result, if it can take the elements as they come: NumPy's arrays alone."""
+        found, shape, dtype = self._found, self._shape, self._found.dtype
+        if found.axis or found.on_gpu:
+            return None
+        if out is None:
+            return np.empty(shape, dtype) if array is None or type(array) is np.ndarray else None
+        fits = type(out) is np.ndarray and out.shape == shape and out.dtype == dtype
+        return out if fits and out.flags.carray else None

@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.arrays.kinds import is_device, like, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.bound.all_gather import bind_all_gather, bind_gather
+from collectives.bound.all_gather import bind_all_gather
 from collectives.bound.all_to_all import bind_all_to_all, bind_differing, bind_equal
 from collectives.bound.broadcast import bind_broadcast
 from collectives.bound.calls import Bound, BoundCalls, as_tensor
@@ -79,7 +79,7 @@ class BoundMovementCalls(BoundCalls):
             return out
         elif on_gpu(array):
             return self._on_gpu("all_gather", array, out, axis=axis)
-        return self._join(bind_all_gather, "all_gather", array, axis, out)
+        return self._join("all_gather", array, axis, out)
 
     def gather(self, array: Any, root: int, axis: Any, out: Any) -> Any:
         """As `Communicator.gather`."""
@@ -96,16 +96,10 @@ class BoundMovementCalls(BoundCalls):
             return out
         elif on_gpu(array):
             return PASS
-        return self._join(partial(bind_gather, root=root), "gather", array, axis, out, root)
+        return self._join("gather", array, axis, out, root)
 
     def _join(
-        self,
-        bind_rows: Callable[..., Bound],
-        collective: str,
-        array: Any,
-        axis: Any,
-        out: Any,
-        root: int | None = None,
+        self, collective: str, array: Any, axis: Any, out: Any, root: int | None = None
     ) -> Any:
         """all_gather or gather of any array; `root` is that of a gather."""
         rows = Rows(to_array(array), axis)
@@ -115,7 +109,7 @@ class BoundMovementCalls(BoundCalls):
 
         def bind() -> Bound:
             signature = signature_of(collective, rows, root, None)
-            return bind_rows(self._engine, signature, rows.count, room, rows.rest, rows.dtype)
+            return bind_all_gather(self._engine, signature, rows.count, room, rows.rest, rows.dtype)
 
         def perform() -> Any:
             shape = rows.count, *rows.rest

@@ -60,16 +60,11 @@ def rows_of_all(
     room: int,
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
-    *,
-    addressed: bool = False,
 ) -> RowsOfAll:
-    """This rank gives these two numbers, and so many rows, each of shape `rest`: the source.
-
-    `addressed`: of more bytes than few the ranks of a node need the addresses.
-    """
+    """This rank gives these two numbers, and so many rows, each of shape `rest`: the source."""
     node, row_bytes = node_of_all(engine), math.prod(rest) * dtype.itemsize
     if node is not None:
-        return _NodeRows(node, count, room, rest, dtype, addressed=addressed)
+        return _NodeRows(node, count, room, rest, dtype)
     return rows_between_nodes(engine, count, room, count * row_bytes, row_bytes)
 
 
@@ -102,8 +97,6 @@ class _NodeRows:
         room: int,
         rest: tuple[int, ...],
         dtype: np.dtype[Any],
-        *,
-        addressed: bool,
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
         row_bytes, self._rank = math.prod(rest) * dtype.itemsize, memory.rank
@@ -130,7 +123,7 @@ class _NodeRows:
         self.numbers = self._few_or_read
         if not self.copies:
             self.numbers = addresses.read
-            self.publish = addresses.publisher(count, room) if addressed else store_numbers
+            self.publish = addresses.publisher(count, room)
 
     def _few_or_read(self, index: Any) -> Exchanged:
         """From the words beside the arrivals; the addresses too where any rank has many bytes."""

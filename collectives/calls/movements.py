@@ -14,6 +14,7 @@ from collectives.arrays.kinds import (
     assign,
     check_same_memory,
     copied,
+    empty,
     flat,
     given_output,
     is_device,
@@ -32,7 +33,6 @@ from collectives.cuda.runtime import filled
 from collectives.errors import in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
-from collectives.transports.base import own_part
 
 
 def broadcast(
@@ -135,15 +135,13 @@ def gather(
         counts = counts_of_all(engine, rows.count, room)
         lengths = [count * rows.elements for count in counts]
         source, result = rows.flat, None
+        target = source
         if on_root:
             result = rows.output(out, sum(counts), rows.dtype, array)
-            joined = result.buffer
-            if may_overlap(source, joined):
+            target = result.buffer
+            if may_overlap(source, target):
                 source = copied(source)
-        else:
-            joined = engine.work(sum(lengths), rows.dtype, source)
-        own_part(joined, lengths, engine.rank)[:] = source
-        engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
+        engine.run("gather", source, target, lengths=lengths, root=root, algorithm=algorithm)
         if result is not None:
             return result.deliver()
         after_reading(array)
@@ -204,17 +202,16 @@ def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
 def scatter_block(
     engine: Engine, found: Scattered, flat_array: Array | None, root: int, algorithm: str | None
 ) -> Array:
-    """This rank's elements, a view; `flat_array` are all, on the root alone."""
-    lengths = found.lengths(engine.size)
-    total, devices = sum(lengths), engine.devices
+    """This rank's elements, in new memory; `flat_array` are all, on the root alone."""
+    lengths, devices = found.lengths(engine.size), engine.devices
+    length = lengths[engine.rank]
     if flat_array is not None:
-        whole = flat_array
+        block = empty(length, found.dtype, flat_array)
     elif found.on_gpu and devices is not None and not devices.over_host:
-        whole = devices.room(total, found.dtype)
+        block = devices.room(length, found.dtype)
     else:
-        whole = engine.work(total, found.dtype)
-    engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
-    block: Array = own_part(whole, lengths, engine.rank)
+        block = np.empty(length, found.dtype)
+    engine.run("scatter", flat_array, block, lengths=lengths, root=root, algorithm=algorithm)
     return block
 
 

@@ -160,9 +160,9 @@ class Engine(CallScope):
         """Take part in a collective on flat, contiguous buffers of equal dtype.
 
         `lengths` are the elements of each chunk where the collective fixes the chunks; elsewhere
-        the buffer is cut evenly. Where source is None the input lies in the target. The source of
-        an all_gather and the target of a reduce_scatter are this rank's part alone. Device arrays
-        are put on their way: what the caller's stream does next comes after it.
+        the buffer is cut evenly. Where source is None the input lies in the target. Which buffers
+        are this rank's part alone: `transports.base.Native`. Device arrays are put on their way:
+        what the caller's stream does next comes after it.
 
         Some actions of `overlapped` may run while messages are in transit. A schedule is taken
         then, since a native collective returns only at its end.
@@ -183,8 +183,8 @@ class Engine(CallScope):
             lengths = None if lengths is None else [length * itemsize for length in lengths]
         paths = self.paths(collective, op, target.dtype) if overlapped is None else {}
         if algorithm is None:
-            whole = source if source is not None and collective == "reduce_scatter" else target
-            algorithm = self.choose(collective, whole.nbytes, paths)
+            nbytes = target.nbytes if lengths is None else sum(lengths) * target.itemsize
+            algorithm = self.choose(collective, nbytes, paths)
         self.path = algorithm
         if algorithm in paths:
             went = self.errstate.run(paths[algorithm], source, target, lengths or (), root)

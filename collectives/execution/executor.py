@@ -238,8 +238,13 @@ class Plans:
         whole, rank = target, self._transport.rank
         if collective == "reduce_scatter":
             whole = self._memory.work(len(source), source.dtype)
-        elif collective == "all_gather" and source is not None:
-            own_part(target, lengths or (), rank)[:] = source
+        elif collective in ("all_gather", "gather") and source is not None:
+            if collective == "gather" and rank != root:
+                whole = self._memory.work(sum(lengths or ()), source.dtype)
+            own_part(whole, lengths or (), rank)[:] = source
+            source = None
+        elif collective == "scatter":
+            whole = source if rank == root else self._memory.work(sum(lengths or ()), target.dtype)
             source = None
         shape = whole.size if lengths is None else tuple(lengths)
         call = PlanKey(collective, algorithm, shape, whole.dtype, op, root, source is not None)
@@ -247,7 +252,7 @@ class Plans:
             self._run_faster(call, source, whole, overlapped)
         else:
             self.find(call).run(source, whole, overlapped)
-        if whole is not target:
+        if collective in ("reduce_scatter", "scatter"):
             target[:] = own_part(whole, lengths or (), rank)
 
     def bind(self, in_place: PlanKey) -> Callable[[Any, Any], None] | None:

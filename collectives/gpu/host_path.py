@@ -92,7 +92,8 @@ class HostPath(DevicePath):
             self._cuda.copy_to_host(source, host_source)
         wait_for(self._stream.record())
         self._exchange(request, host_source, host_target)
-        self._cuda.copy_to_device(host_target, target)
+        if request.collective != "gather" or self._host.rank == request.root:
+            self._cuda.copy_to_device(host_target, target)
 
     def _exchange(
         self, request: Request, source: NDArray[Any] | None, target: NDArray[Any]

@@ -226,22 +226,24 @@ class IpcPath(DevicePath):
     ) -> tuple[list[DeviceArray], list[tuple[int, int, DeviceArray]]]:
         """The parts that this rank writes, by slot; and (peer, slot, part) of those it reads."""
         rank, size, root = self._rank, self._size, request.root
-        source = request.given.view(np.uint8)
+        source, target = request.given.view(np.uint8), request.target.view(np.uint8)
+        if request.collective == "scatter":
+            # The target is this rank's part alone.
+            sends = parts_by_rank(source, lengths) if rank == root else []
+            return sends, [(root, rank, target)]
+        if request.collective == "gather" and rank != root:
+            return [source], []
         given = parts_by_rank(source, lengths)
-        parts = parts_by_rank(request.target.view(np.uint8), lengths)
+        parts = parts_by_rank(target, lengths)
         if request.collective == "broadcast":
             return given if rank == root else [], [(root, 0, parts[0])]
-        if request.collective == "scatter":
-            return given if rank == root else [], [(root, rank, parts[rank])]
         if request.collective == "all_to_all":
             # The own part is already among the incoming ones.
             given[rank] = given[size + rank]
             return given[:size], [(peer, rank, parts[size + peer]) for peer in range(size)]
-        everything = [(peer, 0, parts[peer]) for peer in range(size)]
-        if request.collective == "all_gather":
-            # The source is this rank's part alone.
-            return [given[rank] if request.source is None else source], everything
-        return [given[rank]], everything if rank == root else []
+        # The source is this rank's part alone.
+        own = given[rank] if request.source is None else source
+        return [own], [(peer, 0, parts[peer]) for peer in range(size)]
 
     # End
 

@@ -120,12 +120,18 @@ class AddressExchange:
         Where source is None the input lies in the target. Where target is None it is allocated
         once the numbers of all ranks are known.
         """
-        store, own, row = _LAYOUT.pack_into, self._own, self._row
+        store = self.store
 
         def publish(index: int, source: Array | None, target: Array | None) -> None:
-            store(own, 8 * index, *row(source, target, first, second))
+            store(index, source, target, first, second)
 
         return publish
+
+    def store(
+        self, index: int, source: Array | None, target: Array | None, first: int, second: int
+    ) -> None:
+        """Store a row, as the function of `publisher` does, with numbers of this call."""
+        _LAYOUT.pack_into(self._own, 8 * index, *self._row(source, target, first, second))
 
     def numbers_publisher(self, first: int, second: int) -> Publish:
         """As `publisher`, of a row without addresses, which are 0."""

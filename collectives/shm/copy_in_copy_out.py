@@ -206,21 +206,22 @@ class CopyInCopyOut:
 
     def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """Like `all_gather`, but only the root reads."""
-        self._gather(None, target, lengths, root)
+        self._gather(source, target, lengths, root)
 
     def _gather(
         self, source: Array | None, target: Array, lengths: Lengths, root: int | None
     ) -> None:
-        steps, rank, parts = self._steps, self._rank, parts_by_rank(target, lengths)
-        own = parts[rank]
+        steps, rank, gets = self._steps, self._rank, root in (None, self._rank)
+        parts = parts_by_rank(target, lengths) if gets else []
+        given = parts[rank] if source is None else source
         for block in blocks_of(max(lengths), self._capacity):
             if root != rank:
-                content = (own if source is None else source)[block]
+                content = given[block]
                 self._own_stage()[: len(content)] = content
             steps.mark_written()
-            if source is not None:
-                own[block] = source[block]
-            if root is None or root == rank:
+            if gets:
+                if source is not None:
+                    parts[rank][block] = source[block]
                 for peer in others(rank, self._size):
                     part = parts[peer][block]
                     part[:] = content = self._stage_of(peer)[: len(part)]
@@ -229,14 +230,16 @@ class CopyInCopyOut:
 
     def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """The root writes a piece of every part; each other rank reads its own."""
-        steps, rank, parts = self._steps, self._rank, parts_by_rank(target, lengths)
+        steps, rank = self._steps, self._rank
+        parts = [] if source is None else parts_by_rank(source, lengths)
         most = max(1, self._capacity // self._size)
         for piece in blocks_of(max(lengths), most):
+            part = target[piece]
             if rank == root:
                 self._write_pieces(parts, piece, most)
                 steps.mark_written()
+                part[:] = parts[rank][piece]
             else:
-                part = parts[rank][piece]
                 start = rank * most
                 part[:] = content = self._stage_of(root)[start : start + len(part)]
                 self._has_read(content)

@@ -160,20 +160,33 @@ class CrossMemoryAttach:
     def gather(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
-        """The root reads the others' parts."""
+        """The others write their parts into the root's array; the root reads them if it is new.
+
+        Its address was not known then, when the addresses were exchanged.
+        """
+        assert source is not None
+        starts, written = part_starts(lengths), addresses.target_addresses[root]
         if self._rank == root:
-            self._read_parts(addresses.target_addresses, part_starts(lengths), target)
+            target[starts[root] : starts[root + 1]] = source
+            into = address_of(target)
+            for peer in () if written else others(root, self._size):
+                start, nbytes = self._span(starts[peer], starts[peer + 1])
+                self._peers.read(peer, addresses.source_addresses[peer], nbytes, into + start)
+        elif written:
+            place = written + starts[self._rank] * self._itemsize
+            self._peers.write(root, place, source.nbytes, address_of(source))
         self._steps.barrier()
 
     def scatter(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """The others read their parts of the root's array."""
-        if self._rank != root:
-            first = sum(lengths[: self._rank])
-            start, nbytes = self._span(first, first + lengths[self._rank])
-            address = addresses.target_addresses[root] + start
-            self._peers.read(root, address, nbytes, address_of(target) + start)
+        first = sum(lengths[: self._rank])
+        if source is None:
+            address = addresses.source_addresses[root] + first * self._itemsize
+            self._peers.read(root, address, target.nbytes, address_of(target))
+        else:
+            target[:] = source[first : first + len(target)]
         self._steps.barrier()
 
     def all_to_all_equal(

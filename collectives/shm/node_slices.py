@@ -83,7 +83,8 @@ class NodeSlices(TwoLevels):
             if node == self._levels.node:
                 slices, own = self._slices(target[block])
                 self._finish(own)
-                self._in_node("gather", None, target[block], slices, local)
+                on_root = self._levels.local == local
+                self._in_node("gather", own, target[block] if on_root else own, slices, local)
 
         return self._in_stages(target, self._reduce_slices(source, target), "reduce", leave, node)
 

@@ -66,8 +66,7 @@ class PathSelector:
 
     def __call__(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> str:
         """Take part in it, on buffers as a transport's native collective takes them."""
-        given = target if source is None else source
-        nbytes = max(given.nbytes, target.nbytes)
+        nbytes = (sum(lengths) or len(target)) * target.itemsize
         if not self.exchanges(nbytes):
             self._paths[STAGED](NOWHERE, source, target, lengths, root)
             return STAGED

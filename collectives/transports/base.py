@@ -25,6 +25,8 @@ Messages: TypeAlias = Sequence[tuple[int, Any]]
 # A native collective: (source, target, lengths in elements of each rank's part, root). Source and
 # target are flat, contiguous and of equal dtype. Source is None if the rank's part is already in
 # the target. The source of all_gather and the target of reduce_scatter are the rank's part alone.
+# So are the source of gather, which elsewhere than on the root is passed as target too, and the
+# target of scatter, whose source is None elsewhere than on the root.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 Actions: TypeAlias = Iterator[Callable[[], Any]]

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, in_step
-from collectives.transports.base import Native, own_part
+from collectives.transports.base import Native
 
 Comm: TypeAlias = MPI.Intracomm
 Array: TypeAlias = NDArray[Any]
@@ -150,17 +150,13 @@ def _all_gather(comm: Comm, source: Given, target: Array, lengths: Lengths, root
 
 
 def _gather(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
-    if comm.rank == root:
-        comm.Gatherv(MPI.IN_PLACE, _parts(target, lengths), root)
-    else:
-        comm.Gatherv(_bytes(own_part(target, lengths, comm.rank)), None, root)
+    assert source is not None
+    joined = _parts(target, lengths) if comm.rank == root else None
+    comm.Gatherv(_bytes(source), joined, root)
 
 
 def _scatter(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
-    if comm.rank == root:
-        comm.Scatterv(_parts(target, lengths), MPI.IN_PLACE, root)
-    else:
-        comm.Scatterv(None, _bytes(own_part(target, lengths, comm.rank)), root)
+    comm.Scatterv(None if source is None else _parts(source, lengths), _bytes(target), root)
 
 
 def _all_to_all(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:

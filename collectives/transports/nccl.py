@@ -172,18 +172,12 @@ class NcclTransport(PointToPoint):
         return place if source is None else self._address(source), place
 
     def _gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts, others = parts_by_rank(target, lengths), self._others
-        if self.rank == root:
-            self.exchange([], [(peer, parts[peer]) for peer in others])
-        else:
-            self.exchange([(root, parts[self.rank])], [])
+        parts = parts_by_rank(target, lengths) if self.rank == root else []
+        self.exchange([(root, source)], list(enumerate(parts)))
 
     def _scatter(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts, others = parts_by_rank(target, lengths), self._others
-        if self.rank == root:
-            self.exchange([(peer, parts[peer]) for peer in others], [])
-        else:
-            self.exchange([], [(root, parts[self.rank])])
+        parts = parts_by_rank(source, lengths) if self.rank == root else []
+        self.exchange(list(enumerate(parts)), [(root, target)])
 
     def _all_to_all(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
         parts = parts_by_rank(target, lengths)

@@ -105,6 +105,26 @@ def test_scatter(part, rows):
     np.testing.assert_array_equal(out, whole[rank * rows :][:rows])
 
 
+def test_the_paths_that_are_tried(part):
+    """Each one runs some of so many calls; the arrays change from call to call."""
+    rank, size = part.rank, part.size
+    out, block = np.zeros(MANY * size), np.zeros(MANY)
+    for turn in range(60):
+        root, given_out = turn % size, turn % 4 < 2
+        with case("turn", turn, part.explain("gather", out.nbytes)):
+            every = [value(turn + each, MANY, float, 1000) for each in range(size)]
+            joined = np.concatenate(every)
+            result = part.gather(every[rank], root=root, out=out if given_out else None)
+            if rank == root:
+                np.testing.assert_array_equal(result, joined)
+            given, target = (joined, block) if rank == root else (None, block)
+            if rank == root and turn % 3 == 0:
+                # A place of another rank's block.
+                target = joined[(root + 1) % size * MANY :][:MANY]
+            result = part.scatter(given, root=root, out=target if given_out else None)
+            np.testing.assert_array_equal(result, every[rank])
+
+
 def test_wrong_outputs_leave_the_ranks_in_step(part):
     rank, size, last = part.rank, part.size, part.size - 1
     own = value(rank, (2, 2))

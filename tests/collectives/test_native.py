@@ -72,11 +72,17 @@ def test_every_collective_of_empty_buffers_at_one_address(comm):
         native(comm, "all_gather", source if last else target[:0], target, lengths)
         assert (target == comm.size).all()
         for root in range(comm.size):
-            for collective in ("gather", "scatter"):
-                holds = last if collective == "gather" else comm.rank == root
-                target = np.full(length, 7.0 if holds else 0.0)
-                native(comm, collective, None, target, lengths, root)
-                assert (target == 7).all() or not (comm.rank == root or last)
+            on_root = comm.rank == root
+            part = np.full(length, 7.0) if last else nothing
+            target = np.zeros(length) if on_root else part
+            if not length:
+                part = target = nothing
+            native(comm, "gather", part, target, lengths, root)
+            assert (target == 7).all()
+            whole = (np.full(length, 8.0) if length else nothing) if on_root else None
+            part = np.zeros(length) if last else nothing
+            native(comm, "scatter", whole, part, lengths, root)
+            assert (part == 8).all()
     # Only the last rank sends anything, and only to the first.
     lengths = [0] * 2 * comm.size
     if comm.rank == comm.size - 1:

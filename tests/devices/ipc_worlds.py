@@ -75,9 +75,11 @@ def movement(collective, rank, size, lengths, dtype, root, salt):
         return exchange(rank, size, max(lengths), dtype, salt)
     whole, mine = value(salt, sum(lengths), dtype), place_of(rank, lengths)
     everything, nothing = slice(None), slice(0, 0)
+    if collective == "scatter":
+        given = only(everything if rank == root else nothing, whole)
+        return given, everything, whole[mine], lengths
     has, wants = {
         "broadcast": (everything if rank == root else nothing, everything),
-        "scatter": (everything if rank == root else nothing, mine),
         "gather": (mine, everything if rank == root else nothing),
         "all_gather": (mine, everything),
     }[collective]
@@ -121,6 +123,13 @@ def take_part(path, rank, collective, lengths, dtype, *, in_place, op=None, root
         handed = source
         own = source[place_of(rank, lengths)]
         target = own if in_place else cuda.from_host(garbage(lengths[rank], given.dtype))
+    elif collective == "scatter":
+        handed = source if rank == root else None
+        target = cuda.from_host(garbage(lengths[rank], given.dtype))
+    elif collective == "gather":
+        handed = target = source[place_of(rank, lengths)]
+        if rank == root:
+            target = cuda.from_host(garbage(given.size, given.dtype))
     elif not in_place:
         own = place_of(rank, lengths)
         handed = source[own] if collective == "all_gather" else source
