@@ -41,7 +41,7 @@ COLLECTIVES = {
     "diagnostics": {"bound", "calls", "consistency", "execution", "reductions", "schedules"}
     | {"shm", "transports"},
     "bound": {"arrays", "caching", "calls", "consistency", "cuda", "execution", "reductions"}
-    | {"schedules", "shm", "transports"},
+    | {"schedules", "shm"},
     "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},

@@ -236,15 +236,12 @@ class Plans:
     ) -> None:
         """Run a collective as `Engine.run` does: a schedule works on whole buffers."""
         whole, rank = target, self._transport.rank
-        if collective == "reduce_scatter":
-            whole = self._memory.work(len(source), source.dtype)
+        if collective == "reduce_scatter" or (collective in ("gather", "scatter") and rank != root):
+            whole = self._memory.work(sum(lengths or ()), target.dtype)
+        if collective == "scatter":
+            whole, source = whole if source is None else source, None
         elif collective in ("all_gather", "gather") and source is not None:
-            if collective == "gather" and rank != root:
-                whole = self._memory.work(sum(lengths or ()), source.dtype)
             own_part(whole, lengths or (), rank)[:] = source
-            source = None
-        elif collective == "scatter":
-            whole = source if rank == root else self._memory.work(sum(lengths or ()), target.dtype)
             source = None
         shape = whole.size if lengths is None else tuple(lengths)
         call = PlanKey(collective, algorithm, shape, whole.dtype, op, root, source is not None)

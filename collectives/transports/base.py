@@ -22,11 +22,10 @@ Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]
 Messages: TypeAlias = Sequence[tuple[int, Any]]
 
-# A native collective: (source, target, lengths in elements of each rank's part, root). Source and
-# target are flat, contiguous and of equal dtype. Source is None if the rank's part is already in
-# the target. The source of all_gather and the target of reduce_scatter are the rank's part alone.
-# So are the source of gather, which elsewhere than on the root is passed as target too, and the
-# target of scatter, whose source is None elsewhere than on the root.
+# A native collective: (source, target, lengths in elements of each rank's part, root), on flat,
+# contiguous buffers of equal dtype. Source is None if the rank's part is in the target. The source
+# of all_gather and gather and the target of reduce_scatter and scatter are that part alone. Only a
+# gather's root has another target than its source, and only a scatter's root has a source.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 Actions: TypeAlias = Iterator[Callable[[], Any]]
