@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, BinaryIO, cast
 
 from collectives.errors import LaunchError
@@ -28,7 +28,7 @@ from collectives.launch.tasks import (
 _HELLO_SECONDS = 10.0
 # Further connections without proof than one of each task.
 _STRANGERS = 16
-# How long the end of rank 0 waits until the others have received why.
+# How long the end of rank 0 waits until the others have connected, and have received why.
 _FAREWELL_SECONDS = 2.0
 
 
@@ -47,6 +47,8 @@ class TaskServer:
         self._tasks, self._secret, self.host = tasks, secret, tasks.host
         self._values: dict[str, bytes] = {}
         self._peers: dict[int, str] = {}
+        self._arrived: set[int] = set()
+        self._all_arrived = Event()
         self._problem = ""
         self._lock = Lock()
         self._connections: dict[socket.socket, Thread] = {}
@@ -90,9 +92,12 @@ class TaskServer:
 
     def close(self) -> None:
         """Close all connections, after their clients have received what has failed."""
-        if not self._stopped:
-            self.stop()
         limit = time.monotonic() + _FAREWELL_SECONDS
+        if not self._stopped:
+            if self._problem:
+                # Those that find no server would wait for one until their deadline.
+                self._all_arrived.wait(_FAREWELL_SECONDS)
+            self.stop()
         with self._lock:
             connections = dict(self._connections)
         for thread in connections.values() if self._problem else ():
@@ -171,6 +176,10 @@ class TaskServer:
 
     def _refusal(self, rank: Any, words: Sequence[str], peer: str) -> str:
         """Note a task that has proved itself; what fails the start of all, or ""."""
+        if rank in range(1, self._tasks.size):
+            self._arrived.add(rank)
+            if len(self._arrived) == self._tasks.size - 1:
+                self._all_arrived.set()
         if words[3] != self._tasks.digest or rank not in range(1, self._tasks.size):
             self._problem = (
                 f"{words[2]} at {peer} has another cluster than {self._tasks.names[0]}, which has"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
@@ -23,10 +23,12 @@ from collectives.waiting.wait_policy import log
 _UNSENT = "messages that other ranks have not received when this rank ends are lost"
 
 # Ranks that end in step synchronize at once. A rank that ends alone cycles through its
-# communicators, because it can't know in which one the others wait for it.
+# communicators, because it can't know in which one the others wait for it. After some of them it
+# comes back to the first one, in which ranks that end out of step find each other.
 _FIRST_TURN = 1.0
 _ROUND_SECONDS = 0.4
 _SHORTEST_TURN = 0.02
+_MOST_IN_ROUND = 8
 
 # Open MPI's mpirun sets it to 1 for --with-ft ulfm.
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
@@ -158,34 +160,54 @@ def _close_all() -> None:
     A rank that ends while others wait for it in a call ends their wait: the mismatch names their
     call, and this rank's exit.
     """
-    start = time.monotonic()
     every = list(reversed(_open.values()))
-    groups, seconds = every, _FIRST_TURN
+    groups, deadlines = list(every), _Deadlines()
+    due: list[Closable] = []
+    seconds = _FIRST_TURN
     while groups:
         _prepare()
-        waited, left, short = time.monotonic() - start, [], 0.0
-        for group in groups:
-            begun = time.monotonic()
+        first, *others = groups
+        if first.close_at_exit(seconds):
+            # The ranks are in step.
+            groups, seconds = others, _FIRST_TURN
+            continue
+        begun = time.monotonic()
+        due = [group for group in due if group in others] or others
+        tried, due = due[:_MOST_IN_ROUND], due[_MOST_IN_ROUND:]
+        seconds = _turn(_ROUND_SECONDS / len(groups))
+        for group in tried:
             if group.close_at_exit(seconds):
-                # The ranks are in step.
+                groups.remove(group)
                 seconds = _FIRST_TURN
             else:
-                left.append(group)
                 seconds = _turn(_ROUND_SECONDS / len(groups))
-                short += time.monotonic() - begun if len(left) > 1 else 0
-        # As long in the first one, where ranks that aren't in step find each other.
-        seconds = _turn(max(_ROUND_SECONDS, short))
-        groups = []
-        for group in left:
-            if group.deadline is None or waited < group.deadline:
-                groups.append(group)
-            elif group.unsent:
-                log.warning("%r: %s", group, _UNSENT)
+        groups = deadlines.not_over(groups, (first, *tried))
+        # As long in the first one as in the others.
+        seconds = _turn(max(_ROUND_SECONDS, time.monotonic() - begun))
     complete_all()
     _prepare()
     if _outlives_ranks() and any(each.lost_rank for each in every):
         # MPI_Finalize of Open MPI 5.0 waits for ever in one of a few runs.
         exit_code().end_process()
+
+
+class _Deadlines:
+    """For how long a rank that ends waits for the others."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._tried: set[int] = set()
+
+    def not_over(self, groups: list[Closable], tried: Iterable[Closable]) -> list[Closable]:
+        """Those that are tried again; each was tried once before it is given up."""
+        self._tried.update(map(id, tried))
+        waited, left = time.monotonic() - self._start, []
+        for group in groups:
+            if group.deadline is None or waited < group.deadline or id(group) not in self._tried:
+                left.append(group)
+            elif group.unsent:
+                log.warning("%r: %s", group, _UNSENT)
+        return left
 
 
 def _turn(seconds: float) -> float:

@@ -120,7 +120,13 @@ def test_a_task_that_was_started_twice_ends_the_start_of_all():
 def test_a_task_of_another_cluster_ends_the_start_of_all():
     whole = tasks(3)
     other = dataclasses.replace(whole, rank=2, cluster="another one")
-    errors = start_all([*ranks_of(whole, 0, 1), (other, SECRET)])
+    with ThreadPoolExecutor(1) as pool:
+        # The start has failed when the last task connects.
+        earlier = pool.submit(start_all, [*ranks_of(whole, 0), (other, SECRET)])
+        time.sleep(0.3)
+        last = start_all(ranks_of(whole, 1))
+        first = earlier.result()
+    errors = [first[0], *last, first[1]]
     for error in errors:
         assert isinstance(error, LaunchError), error
         assert "worker 2 at 127.0.0.1:" in str(error)
