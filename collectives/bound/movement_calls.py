@@ -14,7 +14,8 @@ from collectives.bound.all_gather import bind_all_gather
 from collectives.bound.all_to_all import bind_all_to_all, bind_differing, bind_equal
 from collectives.bound.broadcast import bind_broadcast
 from collectives.bound.calls import Bound, BoundCalls, as_tensor
-from collectives.bound.from_root import Sent, bind_broadcast_object, bind_scatter
+from collectives.bound.from_root import Sent, bind_broadcast_object
+from collectives.bound.scatter import bind_scatter
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts

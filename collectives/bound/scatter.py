@@ -1,0 +1,108 @@
+"""The bound scatter: few bytes travel with the check of the call, as the address of more does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.bound.bind import Call
+from collectives.bound.from_root import bind_from_root
+from collectives.bound.small import node_of_all
+from collectives.caching import LRU
+from collectives.calls.arguments import split_rows
+from collectives.calls.movements import Scattered, scatter_block
+from collectives.calls.objects import result_of
+from collectives.consistency.signature import Signature
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
+from collectives.shm.selector import PathSelector
+
+_BYTES = np.dtype(np.uint8)
+
+
+def bind_scatter(engine: Engine, root: int) -> Call:
+    """The function (sent, (array, flat, out)) → this rank's block, in `out` unless it is None.
+
+    `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
+    """
+    known: LRU[bytes, _Block] = LRU()
+
+    def read(engine: Engine, pickled: Array) -> _Block:
+        content = pickled.tobytes()
+        return known.get(content) or known.put(
+            content, _Block(engine, result_of(engine, pickled), root)
+        )
+
+    def receive(
+        block: _Block, data: Array | None, source: tuple[Any, Array | None, Any], index: Any
+    ) -> Any:
+        array, flat, out = source
+        if data is not None:
+            return block.deliver(data, array, out)
+        return block.move(flat, array, out, index)
+
+    return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)
+
+
+class _Block:
+    """This rank's part of arrays of one kind, whose bytes lie one behind the other."""
+
+    def __init__(self, engine: Engine, found: Scattered, root: int) -> None:
+        rank, size, itemsize = engine.rank, engine.size, found.dtype.itemsize
+        self._engine, self._found, self._root = engine, found, root
+        self._shape = split_rows(found.rows, size)[rank], *found.rest
+        self._lengths = [length * itemsize for length in found.lengths(size)]
+        self._start, self._nbytes = sum(self._lengths[:rank]), sum(self._lengths)
+        self._selector: PathSelector | None = None
+        if node_of_all(engine) is not None and size > 1 and not found.on_gpu:
+            paths = engine.paths("scatter", None, _BYTES)
+            path = paths.get(engine.choose("scatter", self._nbytes, paths))
+            if isinstance(path, PathSelector) and path.exchanges(self._nbytes):
+                self._selector = path
+
+    def deliver(self, data: Array, array: Any, out: Any) -> Any:
+        """As `Scattered.deliver`, from all elements' bytes."""
+        block: Array = np.ndarray(self._shape, self._found.dtype, data, self._start)
+        result = self._result(array, out)
+        if result is None:
+            return self._found.deliver(self._engine, block, array, out)
+        result[...] = block
+        return result
+
+    def move(self, flat: Array | None, array: Any, out: Any, index: Any) -> Any:
+        """As `Scattered.deliver`, of the root's elements, which are `flat` there.
+
+        The root's address is in the row at the index.
+        """
+        engine, found, lengths, root = self._engine, self._found, self._lengths, self._root
+        if found.on_gpu:
+            block = scatter_block(engine, found, flat, root, None)
+            return found.deliver(engine, block, array, out)
+        result = self._result(array, out)
+        if result is None or (flat is not None and np.may_share_memory(flat, result)):
+            block = np.empty(self._shape, found.dtype)
+        else:
+            block = result
+        source, target = None if flat is None else flat.view(_BYTES), block.reshape(-1).view(_BYTES)
+        if self._selector is None:
+            engine.run("scatter", source, target, lengths=lengths, root=root)
+        else:
+            assert engine.node is not None
+            addresses, _, _ = engine.node.addresses.read(index)
+            run = partial(self._selector.run, addresses, self._nbytes)
+            engine.path = engine.errstate.run(run, source, target, lengths, root)
+        if block is result:
+            return result
+        return found.deliver(engine, block, array, out)
+
+    def _result(self, array: Any, out: Any) -> Array | None:
+        """The result, if it can take the elements as they come: NumPy's arrays alone."""
+        found, shape, dtype = self._found, self._shape, self._found.dtype
+        if found.axis or found.on_gpu:
+            return None
+        if out is None:
+            return np.empty(shape, dtype) if array is None or type(array) is np.ndarray else None
+        fits = type(out) is np.ndarray and out.shape == shape and out.dtype == dtype
+        return out if fits and out.flags.carray else None
