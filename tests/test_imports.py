@@ -20,7 +20,7 @@ COLLECTIVES = {
     | {"waiting", "world"},
     "torch": {"arrays", "communicator", "compression", "consistency", "errors", "launching"}
     | {"lifecycle", "reductions", "shm", "transports", "waiting", "world"},
-    "jax": {"caching", "communicator", "world"},
+    "jax": {"caching", "communicator", "reductions", "world"},
     "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
@@ -214,6 +214,7 @@ LAZY = {
         "collectives/jax/functions.py",
         "collectives/jax/host_calls.py",
         "collectives/jax/kinds.py",
+        "collectives/jax/lowering_in_place.py",
         "collectives/jax/mpi4jax.py",
         "collectives/jax/ordering.py",
         "collectives/jax/primitive.py",

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from collectives.communicator import Communicator
 from collectives.jax.kinds import KINDS, PVARY, Call, ReduceList, rank_of
 from collectives.jax.primitive import bind
+from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
 from collectives.world import given
 
 Tree = TypeVar("Tree")
 
 
 def all_reduce(
-    tree: Tree, op: str = "sum", *, comm: Communicator | None = None, after: Any = None
+    tree: Tree, op: ReduceOp | str = "sum", *, comm: Communicator | None = None, after: Any = None
 ) -> Tree:
     """The pytree's arrays reduced over the ranks, element by element. Collective.
 
@@ -27,7 +28,18 @@ def all_reduce(
     of "mean" divides by the number of ranks. That of "min" and "max" goes to the ranks that hold
     the result, in equal parts.
     """
-    return _made(_reducible(tree, op), Call("all_reduce", given(comm), op), after, like=tree)
+    call = Call("all_reduce", given(comm), as_op(op).value)
+    return _made(_reducible(tree, call.op), call, after, like=tree)
+
+
+def pvary(tree: Tree, *, comm: Communicator | None = None) -> Tree:
+    """The pytree itself, for what each rank goes on to compute a part of. No call.
+
+    Its derivative is `all_reduce`: the cotangents of all ranks' parts are added. With `all_reduce`,
+    whose derivative is `pvary`, it encloses layers that are divided between the ranks: the
+    operators f and g of Megatron-LM (Shoeybi et al. 2019). As `jax.lax.pvary`.
+    """
+    return _made(tree, Call(PVARY, given(comm)), None)
 
 
 def common_mean(tree: Tree, *, comm: Communicator) -> Tree:
@@ -35,8 +47,7 @@ def common_mean(tree: Tree, *, comm: Communicator) -> Tree:
 
     The cotangents of all ranks are averaged, too, as all their losses depend on this rank's arrays.
     """
-    given_to_all = _made(_reducible(tree, "mean"), Call(PVARY, comm), None, like=tree)
-    return all_reduce(given_to_all, "mean", comm=comm)
+    return all_reduce(pvary(_reducible(tree, "mean"), comm=comm), "mean", comm=comm)
 
 
 def mean_by(reduction: ReduceList, tree: Tree, *, comm: Communicator) -> Tree:
@@ -51,7 +62,7 @@ def mean_by(reduction: ReduceList, tree: Tree, *, comm: Communicator) -> Tree:
 
 def reduce(
     tree: Tree,
-    op: str = "sum",
+    op: ReduceOp | str = "sum",
     *,
     root: int = 0,
     comm: Communicator | None = None,
@@ -61,18 +72,19 @@ def reduce(
 
     It runs even if its result isn't used. The transpose of "sum" is `broadcast`.
     """
-    call = Call("reduce", given(comm), op, root=rank_of("root", root, comm))
-    return _made(_reducible(tree, op), call, after, like=tree)
+    call = Call("reduce", given(comm), as_op(op).value, root=rank_of("root", root, comm))
+    return _made(_reducible(tree, call.op), call, after, like=tree)
 
 
 def scan(
-    tree: Tree, op: str = "sum", *, comm: Communicator | None = None, after: Any = None
+    tree: Tree, op: ReduceOp | str = "sum", *, comm: Communicator | None = None, after: Any = None
 ) -> Tree:
     """The reduction of the arrays of ranks 0 to r, on rank r. Collective.
 
     Only "sum" has a derivative: each rank's cotangent is the sum of those of ranks r and above.
     """
-    return _made(_reducible(tree, op), Call("scan", given(comm), op), after, like=tree)
+    call = Call("scan", given(comm), as_op(op).value)
+    return _made(_reducible(tree, call.op), call, after, like=tree)
 
 
 def all_gather(
@@ -87,7 +99,7 @@ def all_gather(
 
 def reduce_scatter(
     tree: Tree,
-    op: str = "sum",
+    op: ReduceOp | str = "sum",
     *,
     axis: int = 0,
     comm: Communicator | None = None,
@@ -98,8 +110,8 @@ def reduce_scatter(
     The length of the axis must be a multiple of the number of ranks: ValueError. The transpose of
     "sum" is `all_gather`.
     """
-    call = Call("reduce_scatter", given(comm), op)
-    return _along(_reducible(tree, op), axis, call, after, like=tree)
+    call = Call("reduce_scatter", given(comm), as_op(op).value)
+    return _along(_reducible(tree, call.op), axis, call, after, like=tree)
 
 
 def all_to_all(
@@ -171,13 +183,18 @@ def barrier(tree: Any = None, *, comm: Communicator | None = None, after: Any = 
 
 
 def _reducible(tree: Tree, op: str) -> Tree:
-    """The arrays in dtypes that have the reduction."""
+    """The arrays in dtypes that have the reduction; TypeError where there is none."""
 
     def converted(leaf: Any) -> Any:
+        if _is_key(leaf):
+            raise TypeError(f"array of dtype {leaf.dtype}: can't be reduced, only moved")
         array = jnp.asarray(leaf)
         if op == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact):
             return array.astype(float)
-        return array.astype(jnp.float32) if _is_small_float(array.dtype) else array
+        if _is_small_float(array.dtype):
+            return array.astype(jnp.float32)
+        reduction_for(ReduceOp(op), array.dtype)
+        return array
 
     arrays: Tree = jax.tree.map(converted, tree)
     return arrays
@@ -185,6 +202,11 @@ def _reducible(tree: Tree, op: str) -> Tree:
 
 def _is_small_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether it has keys of `jax.random.key`."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> Tree:
@@ -209,9 +231,12 @@ def _made(tree: Tree, call: Call, after: Any, like: Any = None) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     if not (leaves or KINDS[call.kind].kept):
         return tree
-    arrays = [jnp.asarray(each) for each in leaves]
+    keys = {number: each for number, each in enumerate(leaves) if _is_key(each)}
+    arrays = [jax.random.key_data(each) if _is_key(each) else jnp.asarray(each) for each in leaves]
     earlier = [jax.lax.stop_gradient(each) for each in jax.tree.leaves(after)]
     results = bind(arrays, call, earlier)
+    for number, key in keys.items():
+        results[number] = jax.random.wrap_key_data(results[number], impl=jax.random.key_impl(key))
     for number, leaf in enumerate(jax.tree.leaves(like)):
         dtype = jnp.asarray(leaf).dtype
         if _is_small_float(dtype):

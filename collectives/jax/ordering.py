@@ -22,7 +22,7 @@ from collectives.jax.host_calls import TARGET
 # orders operations by. The program's own callbacks return no arrays of this shape.
 TOKEN = ShapedArray((1, 1, 1), np.dtype("uint8"))
 _TOKEN_TYPE = "tensor<1x1x1xui8>"
-_CALL, _FUNCTION_CALL = "stablehlo.custom_call", "func.call"
+_CALL, _FUNCTION_CALL, _FUNCTION = "stablehlo.custom_call", "func.call", "func.func"
 # Of callbacks from JAX, which are calls on GPUs, and where it has another FFI.
 _CALLBACKS = tuple(
     f"{way}_{platform}_callback"
@@ -31,20 +31,36 @@ _CALLBACKS = tuple(
 )
 
 
-def results_before() -> list[Any]:
+def results_before(functions: Any) -> list[Any]:
     """Values that exist when the calls before the current place of the program have run.
 
     The last result of a call is its token. Loops, conditions and inner functions that contain calls
-    count as calls.
+    count as calls. Within a loop or condition the calls before it are before those within.
+    `functions` are those of the module, by name.
     """
-    operations = mlir.ir.InsertionPoint.current.block.operations
-    for index in range(len(operations) - 1, -1, -1):
-        operation = operations[index].operation
-        if _is_call(operation):
-            return list(operation.results)[-1:]
-        if _contains(operation, set()):
-            return [each for each in operation.results if _is_array(each)]
-    return []
+    block = mlir.ir.InsertionPoint.current.block
+    operations = list(block.operations)
+    while True:
+        for each in reversed(operations):
+            operation = each.operation
+            if _is_call(operation):
+                return list(operation.results)[-1:]
+            if _contains(operation, functions, set()):
+                return [result for result in operation.results if _is_array(result)]
+        owner = block.owner.operation
+        if owner.name == _FUNCTION or owner.parent is None:
+            return []
+        block, operations = _before(owner)
+
+
+def _before(operation: Any) -> tuple[Any, list[Any]]:
+    """The block in which the operation lies, and the operations before it."""
+    for region in operation.parent.regions:
+        for block in region.blocks:
+            operations = [each.operation for each in block.operations]
+            if operation in operations:
+                return block, operations[: operations.index(operation)]
+    raise AssertionError("an operation lies in a block of its parent")
 
 
 def token_of(ctx: Any, values: list[Any]) -> list[Any]:
@@ -81,23 +97,17 @@ def _is_array(value: Any) -> bool:
     return isinstance(value.type, mlir.ir.RankedTensorType)
 
 
-def _contains(operation: Any, visited: set[str]) -> bool:
+def _contains(operation: Any, functions: Any, visited: set[str]) -> bool:
     if operation.name == _FUNCTION_CALL:
         name = mlir.ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
         if name in visited:
             return False
         visited.add(name)
-        return _contains(_function(operation, name), visited)
+        return _contains(functions[name].operation, functions, visited)
     for region in operation.regions:
         for block in region.blocks:
             for each in block.operations:
                 inner = each.operation
-                if _is_call(inner) or _contains(inner, visited):
+                if _is_call(inner) or _contains(inner, functions, visited):
                     return True
     return False
-
-
-def _function(operation: Any, name: str) -> Any:
-    while operation.parent is not None:
-        operation = operation.parent
-    return mlir.ir.SymbolTable(operation)[name].operation

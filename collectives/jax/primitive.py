@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from inspect import signature
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import effects  # exported in parts only
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collectives.jax import host_calls, kinds
 from collectives.jax.kinds import KINDS, LINEAR, PVARY, Call
+from collectives.jax.lowering_in_place import lower_in_place, uncached
 from collectives.jax.ordering import TOKEN, results_before, token_of
 from collectives.jax.program_order import keep_order
 
@@ -32,11 +33,22 @@ def bind(arrays: Sequence[Any], call: Call, after: Sequence[Any] = ()) -> list[A
     return list(_primitive.bind(*arrays, *after, call=call, count=len(arrays)))
 
 
-@cache
-def _effects() -> Any:
-    """What keeps a call whose results the program doesn't use: the effect of JAX's own FFI."""
-    made = jax.make_jaxpr(lambda: jax.ffi.ffi_call(host_calls.TARGET, (), has_side_effect=True)())()
-    return set(made.effects)
+class _Kept(effects.Effect):  # type: ignore[misc]  # JAX has no types here
+    """Keeps a call whose results the program doesn't use."""
+
+    def __str__(self) -> str:
+        return "Collective"
+
+
+_KEPT = {_Kept()}
+for _allowed in (
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    # A call that is computed again is made again, by all ranks.
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(_Kept)
 
 
 @_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]  # of JAX
@@ -46,14 +58,16 @@ def _shapes(*arrays: Any, call: Call, count: int) -> Any:
     for each in arrays[:count]:
         first = [kind.length(length, call.comm.size) for length in each.shape[:1]]
         shapes.append(each.update(shape=(*first, *each.shape[1:]), weak_type=False))
-    return shapes, _effects() if kind.kept or call.kept else set()
+    return shapes, _KEPT if kind.kept or call.kept else set()
 
 
 @_primitive.def_impl  # type: ignore[untyped-decorator]  # of JAX
 def _run_at_once(*arrays: Any, **parameters: Any) -> Any:
     if parameters["call"].kind == PVARY:
         return list(map(jnp.asarray, arrays))
-    return _compiled(**parameters)(*arrays)
+    # Without it the program that is compiled would be run at once, again and again.
+    with jax.disable_jit(False):
+        return _compiled(**parameters)(*arrays)
 
 
 @lru_cache(maxsize=1024)
@@ -125,7 +139,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
     keep_order(call.comm)
     on_cpu = set(ctx.platforms or ctx.module_context.platforms) == {"cpu"}
     lower = _lower_ffi if on_cpu and host_calls.uses_ffi() else _lower_callback
-    before = results_before()
+    before = results_before(ctx.module_context.symbol_table)
     if lower is _lower_callback:
         before = token_of(ctx, before)
     # XLA reads the dtypes of the operands from their values.
@@ -171,8 +185,5 @@ def _lower_callback(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch
-# JAX would lower a primitive outside of the block that it lies in, to lower it once.
-_options = (
-    {"cacheable": False} if "cacheable" in signature(mlir.register_lowering).parameters else {}
-)
-mlir.register_lowering(_primitive, _lower, **_options)
+mlir.register_lowering(_primitive, _lower, **uncached)
+lower_in_place(_primitive)

@@ -1,0 +1,78 @@
+"""Functions, loops and conditions that contain calls are lowered where they are used.
+
+JAX lowers a compiled function that another one calls, and lately every loop and condition, as a
+function of its own, once for all places. A call in it could depend on none that comes before such a
+place. XLA would run the two in any order, another one on each rank, and ranks would exchange the
+arrays of different calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+# By name: JAX exports some of these primitives only, and not the same in each version.
+_FUNCTIONS = ("jit", "pjit", "closed_call", "call", "core_call")
+_WITH_REGIONS = (
+    *("while", "cond", "scan", "checkpoint", "remat2", "remat_opt", "custom_linear_solve"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
+    *("custom_lin", "linear_call"),
+)
+
+uncached = (
+    {"cacheable": False} if "cacheable" in signature(mlir.register_lowering).parameters else {}
+)
+"""The options by which JAX lowers a primitive in the block that it lies in."""
+
+
+def lower_in_place(primitive: Primitive) -> None:
+    """Lower from now on what contains the primitive where it is used."""
+    contains = _Contains(primitive)
+    for each, entry in list(mlir._lowerings.items()):
+        # Older versions keep the rules themselves.
+        rule = getattr(entry, "rule", entry)
+        if each.name in _FUNCTIONS:
+            mlir.register_lowering(each, partial(_in_place, contains, rule), **uncached)
+        elif each.name in _WITH_REGIONS:
+            mlir.register_lowering(each, rule, **uncached)
+
+
+def _in_place(
+    contains: _Contains, rule: Callable[..., Any], ctx: Any, *operands: Any, **parameters: Any
+) -> Any:
+    jaxprs = list(_jaxprs_in(parameters.values()))
+    if len(jaxprs) != 1 or not contains(jaxprs[0]):
+        return rule(ctx, *operands, **parameters)
+    return mlir.lower_fun(jaxpr_as_fun(jaxprs[0]), multiple_results=True)(ctx, *operands)
+
+
+class _Contains:
+    """Whether a program contains a primitive, also in functions and loops within it."""
+
+    def __init__(self, primitive: Primitive) -> None:
+        self._primitive = primitive
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def __call__(self, closed: Any) -> bool:
+        jaxpr = getattr(closed, "jaxpr", closed)
+        if jaxpr not in self._known:
+            self._known[jaxpr] = any(map(self._is_in, jaxpr.eqns))
+        return self._known[jaxpr]
+
+    def _is_in(self, equation: Any) -> bool:
+        inner = _jaxprs_in(equation.params.values())
+        return equation.primitive is self._primitive or any(map(self, inner))
+
+
+def _jaxprs_in(values: Any) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (tuple, list)):
+            yield from _jaxprs_in(each)
+        elif hasattr(each, "eqns"):
+            yield each

@@ -1,0 +1,130 @@
+"""Calls within functions, loops and derivatives come in the order of the program, on every rank."""
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+
+def test_calls_of_compiled_functions_and_loops(jax, calls, comm):
+    """Independent calls of one signature, in programs that XLA compiles differently by rank."""
+    jnp, lax, rank, size = jax.numpy, jax.lax, comm.rank, comm.size
+
+    @jax.jit
+    def total(x):
+        return calls.all_reduce(x)
+
+    @jax.custom_vjp
+    def twice(x):
+        return total(2 * x)
+
+    twice.defvjp(lambda x: (twice(x), None), lambda _, g: (total(g),))
+    ways = {
+        "function": total,
+        "nested": jax.jit(lambda x: total(jax.nn.relu(x))),
+        "fori_loop": lambda x: lax.fori_loop(0, 2, lambda i, y: total(x) + i, x),
+        "scan": lambda x: lax.scan(lambda c, y: (c, total(x) + y), 0, jnp.arange(2.0))[1][1],
+        "while_loop": lambda x: lax.while_loop(lambda y: total(x) > y, lambda y: total(x), -1.0),
+        "cond": lambda x: lax.cond(x > -1, lambda y: total(jax.nn.relu(y)), lambda y: y, x),
+        "checkpoint": jax.checkpoint(total),
+        "custom_vjp": lambda x: twice(x) / 2,
+        "custom_vjp, derivative": lambda x: jax.grad(lambda y: twice(y) * x)(x),
+        "vmap": lambda x: jax.vmap(total)(x[None])[0],
+    }
+    expected = {"fori_loop": 1, "scan": 1}
+
+    @jax.jit
+    def program(x, rows):
+        slow = jnp.tanh(rows @ rows.T).sum() * 0
+        if rank == 0:
+            jax.debug.callback(lambda _: None, x.max())
+        # What a call needs is ready later for other calls on other ranks.
+        late = [slow if number % size == rank else 0 for number in range(2 * len(ways))]
+        given = [x.sum() + 10 * number + each for number, each in enumerate(late)]
+        every = zip([*ways.values(), *reversed(ways.values())], given, strict=True)
+        return [way(own) for way, own in every]
+
+    names = [*ways, *reversed(ways)]
+    rows = jnp.ones((1 if rank == 0 else 500, 300), "float32")
+    for _ in range(3):
+        found = program(jnp.arange(4.0, dtype="float32") + rank, rows)
+        for number, (name, each) in enumerate(zip(names, found, strict=True)):
+            sums = sum(6 + 4 * other + 10 * number for other in range(size))
+            assert float(each) == sums + expected.get(name, 0), (number, name)
+
+
+def test_derivatives_of_checkpoints(jax, calls, comm):
+    jnp, rank, size = jax.numpy, comm.rank, comm.size
+
+    def layer(x):
+        following, before = (rank + 1) % size, (rank - 1) % size
+        moved = calls.sendrecv(jnp.sin(x), source=before, dest=following)
+        return jnp.cos(moved) + calls.reduce(x * x) + calls.barrier(x)
+
+    def loss(layer):
+        return lambda x: (layer(layer(x)) * (rank + 1)).sum()
+
+    own = jnp.arange(3.0) + rank
+    wanted = jax.jit(jax.grad(loss(layer)))(own)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss(jax.checkpoint(layer))))(own), wanted, 1e-6)
+
+
+def test_programs_that_are_not_compiled(jax, calls, comm):
+    with jax.disable_jit():
+        found = jax.jit(lambda x: calls.all_reduce(x))(jax.numpy.ones(2) + comm.rank)
+    np.testing.assert_array_equal(found, np.full(2, comm.size * (comm.size + 1) / 2))
+
+
+def test_keys_are_moved(jax, calls, comm):
+    keys = jax.random.split(jax.random.key(comm.rank), 2)
+    moved = jax.jit(lambda tree: calls.broadcast(tree, root=1))({"key": keys, "rank": comm.rank})
+    every = calls.all_gather(keys)
+    for rank in range(comm.size):
+        same = jax.random.key_data(jax.random.split(jax.random.key(rank), 2))
+        np.testing.assert_array_equal(jax.random.key_data(every[2 * rank :][:2]), same)
+    np.testing.assert_array_equal(
+        jax.random.key_data(moved["key"]), jax.random.key_data(every[2:4])
+    )
+    assert moved["rank"] == 1
+
+
+def test_reductions_are_checked_where_they_are_traced(jax, calls, comm):
+    wrong = {
+        "sums of keys": (lambda x: calls.all_reduce(jax.random.key(0)), TypeError, "only moved"),
+        "an unknown op": (lambda x: calls.all_reduce(x, "avg"), ValueError, "op='avg'"),
+        "bits of floats": (lambda x: calls.scan(x, "bitwise_or"), TypeError, "must be bool"),
+        "an order": (lambda x: calls.reduce(x * 1j, "max"), TypeError, "no order"),
+    }
+    for call, error, text in wrong.values():
+        with pytest.raises(error, match=text):
+            jax.eval_shape(call, jax.numpy.ones(2))
+    half = jax.grad(lambda x: calls.all_reduce(x, "MEAN").sum())(jax.numpy.ones(2))
+    np.testing.assert_allclose(half, np.full(2, 1 / comm.size))
+
+
+def test_layers_that_are_divided_between_the_ranks(jax, calls, comm):
+    """Two layers one behind the other have the gradients of one process."""
+    jnp, rank, size = jax.numpy, comm.rank, comm.size
+    draw = np.random.default_rng(0).normal
+    width = 4 * size
+    weights = [(draw(size=(6, width)), draw(size=(width, 6))) for _ in range(2)]
+    x = jnp.asarray(draw(size=(5, 6)))
+
+    def network(weights, x, enter, leave):
+        for first, second in weights:
+            x = x + leave(jnp.tanh(enter(x) @ first) @ second)
+        return (x**2).sum()
+
+    own = slice(4 * rank, 4 * rank + 4)
+    parts = [(jnp.asarray(first[:, own]), jnp.asarray(second[own])) for first, second in weights]
+    wanted, of_input = jax.grad(network, (0, 1))(weights, x, lambda y: y, lambda y: y)
+
+    @jax.jit
+    def gradients(parts, x):
+        return jax.grad(network, (0, 1))(parts, x, calls.pvary, calls.all_reduce)
+
+    found, found_of_input = gradients(parts, x)
+    for (first, second), (whole_first, whole_second) in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(first, whole_first[:, own], 1e-3, 1e-3)
+        np.testing.assert_allclose(second, whole_second[own], 1e-3, 1e-3)
+    np.testing.assert_allclose(found_of_input, of_input, 1e-3, 1e-3)
