@@ -31,9 +31,10 @@ def bind_all_gather(
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
 ) -> Callable[[Array, Array | None], Any]:
-    """The function (array, out) → the joined rows, each of shape `rest`; None where not the root.
+    """The function (array, out) → the joined rows, each of shape `rest`.
 
-    The signature is that of an all_gather, which has no root, or of a gather. This rank gives
+    The signature is that of an all_gather, or of a gather, whose root alone gets them: the other
+    ranks get None. This rank gives
     `count` rows. `out` has `room` rows: ValueError on every rank if that is not the sum
     (`check_room`). PASS where it can't take them as they come. The result has its final shape
     before the call ends, as of `bound.many`.
@@ -71,19 +72,18 @@ def bind_all_gather(
         given = rows_of_ranks.numbers(index)
         known = last if given is last[0] else joined_of(given)
         _, addresses, shape, lengths, total, reader, name, path, addressed = known
-        joined = filled = None
-        if receives:
-            joined = np.empty(shape, dtype) if target is None else target
+        if reader is not None and not receives:
+            return None
+        joined = target
+        if joined is None and receives:
+            joined = np.empty(shape, dtype)
         if reader is not None:
-            if joined is not None:
-                reader(index, source, joined)
+            reader(index, source, joined)
             return joined
-        if joined is not None:
-            filled = joined.reshape(-1).view(_BYTES)
         # What `publish` has copied may overlap with the target.
-        sent = (contiguous_apart(source, filled) if copies else source).view(_BYTES)
-        if filled is None:
-            filled = sent
+        sent = (contiguous_apart(source, joined) if copies else source).view(_BYTES)
+        # Of a gather only the root has another target than the source.
+        filled = sent if joined is None else joined.reshape(-1).view(_BYTES)
         if path is None:
             engine.run(collective, sent, filled, lengths=lengths, root=root)
         elif addressed and index is not None:

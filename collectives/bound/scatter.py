@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from collectives.arrays.kinds import is_device
 from collectives.bound.bind import Call
 from collectives.bound.from_root import bind_from_root
 from collectives.bound.small import node_of_all
@@ -77,15 +79,18 @@ class _Block:
         The root's address is in the row at the index.
         """
         engine, found, lengths, root = self._engine, self._found, self._lengths, self._root
+        new = found.becomes_result(out)
         if found.on_gpu:
-            block = scatter_block(engine, found, flat, root, None)
-            return found.deliver(engine, block, array, out)
+            block = scatter_block(engine, found, flat, root, None, new=new)
+            return found.deliver(engine, block, array, out, copies=not (new or is_device(block)))
         result = self._result(array, out)
-        if result is None or (flat is not None and np.may_share_memory(flat, result)):
-            block = np.empty(self._shape, found.dtype)
+        if result is not None and (flat is None or not np.may_share_memory(flat, result)):
+            block = result.reshape(-1)
         else:
-            block = result
-        source, target = None if flat is None else flat.view(_BYTES), block.reshape(-1).view(_BYTES)
+            length = math.prod(self._shape)
+            block = np.empty(length, found.dtype) if new else engine.work(length, found.dtype)
+            result = None
+        source, target = None if flat is None else flat.view(_BYTES), block.view(_BYTES)
         if self._selector is None:
             engine.run("scatter", source, target, lengths=lengths, root=root)
         else:
@@ -93,9 +98,9 @@ class _Block:
             addresses, _, _ = engine.node.addresses.read(index)
             run = partial(self._selector.run, addresses, self._nbytes)
             engine.path = engine.errstate.run(run, source, target, lengths, root)
-        if block is result:
+        if result is not None:
             return result
-        return found.deliver(engine, block, array, out)
+        return found.deliver(engine, block, array, out, copies=not new)
 
     def _result(self, array: Any, out: Any) -> Array | None:
         """The result, if it can take the elements as they come: NumPy's arrays alone."""

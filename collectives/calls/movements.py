@@ -21,6 +21,7 @@ from collectives.arrays.kinds import (
     is_writeable,
     like,
     may_overlap,
+    packed,
     to_array,
 )
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
@@ -165,13 +166,22 @@ class Scattered(NamedTuple):
         elements = math.prod(self.rest)
         return [count * elements for count in split_rows(self.rows, size)]
 
-    def deliver(self, engine: Engine, block: Array, array: Any, out: Any) -> Any:
-        """A copy of this rank's elements, in `out` or of the library of the array that it gave."""
+    def becomes_result(self, out: Any) -> bool:
+        """Whether memory with this rank's elements is the result, but for its shape and library."""
+        return out is None and not self.axis
+
+    def deliver(
+        self, engine: Engine, block: Array, array: Any, out: Any, *, copies: bool = True
+    ) -> Any:
+        """This rank's elements, in `out` or of the library of the array that it gave.
+
+        Without `out` a copy, unless `copies` is false.
+        """
         shaped = block.reshape(split_rows(self.rows, engine.size)[engine.rank], *self.rest)
         if self.axis:
             shaped = np.moveaxis(shaped, 0, self.axis)
         if out is None:
-            return like(array)(copied(shaped))
+            return like(array)(copied(shaped) if copies else packed(shaped))
         try:
             output = given_output(out, shaped.shape, self.dtype)
             if not self.on_gpu:
@@ -200,18 +210,27 @@ def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
 
 
 def scatter_block(
-    engine: Engine, found: Scattered, flat_array: Array | None, root: int, algorithm: str | None
+    engine: Engine,
+    found: Scattered,
+    given: Array | None,
+    root: int,
+    algorithm: str | None,
+    *,
+    new: bool,
 ) -> Array:
-    """This rank's elements, in new memory; `flat_array` are all, on the root alone."""
+    """This rank's elements; `given` are all, on the root alone.
+
+    They lie in memory of their own if `new`, and on GPUs. Elsewhere the next operation uses it.
+    """
     lengths, devices = found.lengths(engine.size), engine.devices
     length = lengths[engine.rank]
-    if flat_array is not None:
-        block = empty(length, found.dtype, flat_array)
+    if given is not None and is_device(given):
+        block = empty(length, found.dtype, given)
     elif found.on_gpu and devices is not None and not devices.over_host:
         block = devices.room(length, found.dtype)
     else:
-        block = np.empty(length, found.dtype)
-    engine.run("scatter", flat_array, block, lengths=lengths, root=root, algorithm=algorithm)
+        block = np.empty(length, found.dtype) if new else engine.work(length, found.dtype)
+    engine.run("scatter", given, block, lengths=lengths, root=root, algorithm=algorithm)
     return block
 
 
@@ -238,8 +257,8 @@ def scatter(
             return found
 
         found: Scattered = broadcast_pickle(engine, look if on_root else None, root)
-        given = rows[0].flat if on_root else None
-        block = scatter_block(engine, found, given, root, algorithm)
-        return found.deliver(engine, block, array, out)
+        given, new = rows[0].flat if on_root else None, found.becomes_result(out)
+        block = scatter_block(engine, found, given, root, algorithm, new=new)
+        return found.deliver(engine, block, array, out, copies=not (new or is_device(block)))
 
     return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)

@@ -234,12 +234,12 @@ class Plans:
         root: int,
         overlapped: Actions | None = None,
     ) -> None:
-        """Run a collective as `Engine.run` does: a schedule works on whole buffers."""
+        """Run a collective as `Engine.run` does: a schedule works on buffers of all parts."""
         whole, rank = target, self._transport.rank
         if collective == "reduce_scatter" or (collective in ("gather", "scatter") and rank != root):
             whole = self._memory.work(sum(lengths or ()), target.dtype)
-        if collective == "scatter":
-            whole, source = whole if source is None else source, None
+        if collective == "scatter" and source is not None:
+            whole, source = source, None
         elif collective in ("all_gather", "gather") and source is not None:
             own_part(whole, lengths or (), rank)[:] = source
             source = None

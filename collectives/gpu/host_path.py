@@ -92,6 +92,7 @@ class HostPath(DevicePath):
             self._cuda.copy_to_host(source, host_source)
         wait_for(self._stream.record())
         self._exchange(request, host_source, host_target)
+        # The target of a gather is its source elsewhere than on the root.
         if request.collective != "gather" or self._host.rank == request.root:
             self._cuda.copy_to_device(host_target, target)
 

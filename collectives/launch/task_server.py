@@ -48,6 +48,7 @@ class TaskServer:
         self._values: dict[str, bytes] = {}
         self._peers: dict[int, str] = {}
         self._arrived: set[int] = set()
+        """The tasks that have proved themselves, also those that were refused or have ended."""
         self._all_arrived = Event()
         self._problem = ""
         self._lock = Lock()
@@ -92,12 +93,12 @@ class TaskServer:
 
     def close(self) -> None:
         """Close all connections, after their clients have received what has failed."""
-        limit = time.monotonic() + _FAREWELL_SECONDS
         if not self._stopped:
             if self._problem:
                 # Those that find no server would wait for one until their deadline.
                 self._all_arrived.wait(_FAREWELL_SECONDS)
             self.stop()
+        limit = time.monotonic() + _FAREWELL_SECONDS
         with self._lock:
             connections = dict(self._connections)
         for thread in connections.values() if self._problem else ():

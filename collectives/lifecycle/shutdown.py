@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
@@ -28,7 +28,7 @@ _UNSENT = "messages that other ranks have not received when this rank ends are l
 _FIRST_TURN = 1.0
 _ROUND_SECONDS = 0.4
 _SHORTEST_TURN = 0.02
-_MOST_IN_ROUND = 8
+_MOST_IN_ROUND = 16
 
 # Open MPI's mpirun sets it to 1 for --with-ft ulfm.
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
@@ -161,9 +161,9 @@ def _close_all() -> None:
     call, and this rank's exit.
     """
     every = list(reversed(_open.values()))
-    groups, deadlines = list(every), _Deadlines()
+    start, groups, seconds = time.monotonic(), every, _FIRST_TURN
     due: list[Closable] = []
-    seconds = _FIRST_TURN
+    tried: set[int] = set()
     while groups:
         _prepare()
         first, *others = groups
@@ -172,17 +172,19 @@ def _close_all() -> None:
             groups, seconds = others, _FIRST_TURN
             continue
         begun = time.monotonic()
+        # Each of the others in turn, over several rounds.
         due = [group for group in due if group in others] or others
-        tried, due = due[:_MOST_IN_ROUND], due[_MOST_IN_ROUND:]
+        now, due = due[:_MOST_IN_ROUND], due[_MOST_IN_ROUND:]
+        tried.update(map(id, (first, *now)))
         seconds = _turn(_ROUND_SECONDS / len(groups))
-        for group in tried:
+        for group in now:
             if group.close_at_exit(seconds):
-                groups.remove(group)
+                groups = [each for each in groups if each is not group]
                 seconds = _FIRST_TURN
             else:
                 seconds = _turn(_ROUND_SECONDS / len(groups))
-        groups = deadlines.not_over(groups, (first, *tried))
-        # As long in the first one as in the others.
+        groups = _within_deadline(groups, time.monotonic() - start, tried)
+        # At least as long in the first one as in the others.
         seconds = _turn(max(_ROUND_SECONDS, time.monotonic() - begun))
     complete_all()
     _prepare()
@@ -191,23 +193,15 @@ def _close_all() -> None:
         exit_code().end_process()
 
 
-class _Deadlines:
-    """For how long a rank that ends waits for the others."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._tried: set[int] = set()
-
-    def not_over(self, groups: list[Closable], tried: Iterable[Closable]) -> list[Closable]:
-        """Those that are tried again; each was tried once before it is given up."""
-        self._tried.update(map(id, tried))
-        waited, left = time.monotonic() - self._start, []
-        for group in groups:
-            if group.deadline is None or waited < group.deadline or id(group) not in self._tried:
-                left.append(group)
-            elif group.unsent:
-                log.warning("%r: %s", group, _UNSENT)
-        return left
+def _within_deadline(groups: list[Closable], waited: float, tried: set[int]) -> list[Closable]:
+    """Those that are tried again. The others are given up, each after it was tried once."""
+    left = []
+    for group in groups:
+        if group.deadline is None or waited < group.deadline or id(group) not in tried:
+            left.append(group)
+        elif group.unsent:
+            log.warning("%r: %s", group, _UNSENT)
+    return left
 
 
 def _turn(seconds: float) -> float:

@@ -120,10 +120,10 @@ class AddressExchange:
         Where source is None the input lies in the target. Where target is None it is allocated
         once the numbers of all ranks are known.
         """
-        store = self.store
+        store, own, row = _LAYOUT.pack_into, self._own, self._row
 
         def publish(index: int, source: Array | None, target: Array | None) -> None:
-            store(index, source, target, first, second)
+            store(own, 8 * index, *row(source, target, first, second))
 
         return publish
 

@@ -160,21 +160,21 @@ class CrossMemoryAttach:
     def gather(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
-        """The others write their parts into the root's array; the root reads them if it is new.
+        """The others write their parts into the root's array.
 
-        Its address was not known then, when the addresses were exchanged.
+        The root reads them where the address of its array was not exchanged, as that of a new one.
         """
         assert source is not None
-        starts, written = part_starts(lengths), addresses.target_addresses[root]
+        starts, into_root = part_starts(lengths), addresses.target_addresses[root]
         if self._rank == root:
             target[starts[root] : starts[root + 1]] = source
             into = address_of(target)
-            for peer in () if written else others(root, self._size):
+            for peer in () if into_root else others(root, self._size):
                 start, nbytes = self._span(starts[peer], starts[peer + 1])
                 self._peers.read(peer, addresses.source_addresses[peer], nbytes, into + start)
-        elif written:
-            place = written + starts[self._rank] * self._itemsize
-            self._peers.write(root, place, source.nbytes, address_of(source))
+        elif into_root:
+            start, nbytes = self._span(starts[self._rank], starts[self._rank + 1])
+            self._peers.write(root, into_root + start, nbytes, address_of(source))
         self._steps.barrier()
 
     def scatter(

@@ -24,8 +24,8 @@ Messages: TypeAlias = Sequence[tuple[int, Any]]
 
 # A native collective: (source, target, lengths in elements of each rank's part, root), on flat,
 # contiguous buffers of equal dtype. Source is None if the rank's part is in the target. The source
-# of all_gather and gather and the target of reduce_scatter and scatter are that part alone. Only a
-# gather's root has another target than its source, and only a scatter's root has a source.
+# of all_gather and gather and the target of reduce_scatter and scatter are that part alone. Ranks
+# other than the root give the source of a gather as the target too, and a scatter has none there.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 Actions: TypeAlias = Iterator[Callable[[], Any]]
