@@ -246,7 +246,10 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         return self._cached.broadcast_object(obj, self._root(root))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Copies of every rank's object in rank order, pickled; for small metadata."""
+        """Copies of every rank's object in rank order, pickled; for small metadata.
+
+        The error of an object that can't be pickled is raised on every rank.
+        """
         copies: list[Any] = self._run(objects.all_gather_object(obj))
         return copies
 

@@ -92,10 +92,17 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
     return converted
 
 
+_AS_NUMBERS = {
+    **dict.fromkeys("Mm", ", such as its view('i8')"),
+    **dict.fromkeys("SU", ", such as its view('u1')"),
+}
+
+
 def _check_dtype(dtype: np.dtype[Any], argument: str) -> None:
     if dtype.hasobject or dtype.kind not in "biufcV" or not dtype.itemsize:
         raise TypeError(
-            f"{argument} of dtype {dtype}: only fixed-size numbers can be sent as arrays;"
+            f"{argument} of dtype {dtype}: only fixed-size numbers can be sent as arrays"
+            f"{_AS_NUMBERS.get(dtype.kind, '')};"
             " broadcast_object and all_gather_object take anything that pickles"
         )
 

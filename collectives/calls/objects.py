@@ -69,7 +69,11 @@ def outcome_of(make: Callable[[], Any]) -> bytes:
 
 def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
     """Every rank's result of `make`; if it raises on any rank, its exception on all ranks."""
-    outcomes = gather_pickles(engine, outcome_of(make))
+    return _results_of_all(engine, outcome_of(make))
+
+
+def _results_of_all(engine: Engine, outcome: bytes) -> list[Any]:
+    outcomes = gather_pickles(engine, outcome)
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             if engine.size > 1:
@@ -79,10 +83,10 @@ def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
 
 
 def all_gather_object(obj: Any) -> Operation:
-    """Every rank's object, in rank order."""
-    content = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    """Every rank's object, in rank order; the error of one that can't be pickled on all ranks."""
+    content = outcome_of(lambda: obj)
     signature = Signature("all_gather_object", nbytes=len(content))
-    return Operation(signature, lambda engine: gather_pickles(engine, content))
+    return Operation(signature, lambda engine: _results_of_all(engine, content))
 
 
 def gather_pickles(engine: Engine, pickled: bytes) -> list[Any]:

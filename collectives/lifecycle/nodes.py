@@ -138,7 +138,8 @@ def settle(engine: Engine, where: Topology) -> None:
     """
     if engine.size == 1:
         return
-    part = engine.transport.split(where.node, engine.rank)
+    with engine.watchdog:
+        part = engine.transport.split(where.node, engine.rank)
     assert part is not None
     part.ranks = where.members[where.node]
     node = Engine(part, engine.wait_policy)
@@ -203,7 +204,8 @@ def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
     # Ranks assigned to a node by the caller may be on different hosts.
     leaders = gather_labels(node, engine.transport.node_leader())
     together = len(set(leaders)) == 1
-    segments = node.transport.share(SEGMENT_BYTES) if together else None
+    with node.watchdog:
+        segments = node.transport.share(SEGMENT_BYTES) if together else None
     ready = segments is not None and node.transport.reserve(segments[node.rank])
     if segments is not None and ready:
         clear(segments[node.rank], node.transport.fence)
@@ -256,7 +258,8 @@ def _progress(transport: Transport) -> None:
 def _across(engine: Engine, where: Topology) -> Engine | None:
     """The ranks of equal local rank on all nodes; None where a node has no such rank."""
     takes_part = where.local_rank < min(map(len, where.members))
-    transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
+    with engine.watchdog:
+        transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
     if transport is None:
         return None
     transport.ranks = [ranks[where.local_rank] for ranks in where.members]
@@ -269,7 +272,8 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
     """The transport between the lowest ranks of all nodes; None on other ranks."""
     if where.nodes == 1:
         return None
-    leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
+    with engine.watchdog:
+        leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
     if leaders is not None:
         leaders.wait_policy = engine.wait_policy
     return leaders

@@ -135,6 +135,8 @@ REFUSED = {
     "async root": (lambda c: c.broadcast_async(ARRAY, root=9), ValueError, r"root=9"),
     "color negative": (lambda c: c.split(-1), ValueError, r"color=-1"),
     "explained bytes": (lambda c: c.explain("reduce", 1e6), TypeError, r"nbytes=1000000\.0"),
+    "dates": (lambda c: c.all_gather(np.zeros(1, "M8[s]")), TypeError, r"its view\('i8'\)"),
+    "texts": (lambda c: c.all_gather(np.zeros(1, "S3")), TypeError, r"its view\('u1'\)"),
     "explained text": (lambda c: c.explain("reduce", 8, "S3"), TypeError, r"can't be reduced"),
     "unknown collective": (lambda c: c.explain("gather_all", 8), ValueError, r"'gather_all'"),
 }

@@ -357,6 +357,9 @@ def test_what_cannot_be_unpickled_is_raised_everywhere_and_the_next_call_works(c
         comm.broadcast_object(OddError("this", "that"), root)
     with pytest.raises(TypeError, match="'other'"):
         comm.all_gather_object(OddError("this", "that"))
+    # Only the last rank's object can't be pickled.
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        comm.all_gather_object((lambda: 0) if comm.rank == root else 0)
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
 
 

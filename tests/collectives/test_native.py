@@ -150,3 +150,24 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     assert "the communicator can't go on: MPI refused" in ended.stdout
     assert "rank 0" in ended.stderr
     assert "inside the MPI library for the deadline of 0.5 s" in ended.stderr
+
+
+def test_the_job_ends_where_a_rank_stops_in_a_split(launch):
+    """The others are inside of MPI, which makes the memory that the new ranks share."""
+    body = """
+    import time
+    import collectives
+    from collectives.transports.mpi import MpiTransport
+    from collectives.waiting import watchdog
+
+    watchdog.GRACE_SECONDS = 0.2
+    comm = collectives.world(deadline=0.5)
+    share = MpiTransport.share
+    if comm.rank == 1:
+        MpiTransport.share = lambda self, nbytes: (time.sleep(60), share(self, nbytes))[1]
+    comm.split(0)
+    """
+    ended = launch(2, [sys.executable, "-c", textwrap.dedent(body)], timeout=50)
+    assert ended.returncode != 0
+    assert "rank 0" in ended.stderr
+    assert "inside the MPI library for the deadline of 0.5 s" in ended.stderr
