@@ -58,10 +58,10 @@ Absent = Callable[[], dict[int, str]]
 class WaitingCall:
     """Description of the call that waits, for messages."""
 
-    what: object = "nothing"
+    what: object = "the start of the communicator"
     """The call; messages show its `str`."""
-    sequence: int | None = 0
-    """The call's number, or None for a message between two ranks."""
+    sequence: int | None = None
+    """The call's number, or None for what has none, such as a message between two ranks."""
     line: str | None = None
     scope: str | None = None
     """Name of the enclosing operation, where it has one."""

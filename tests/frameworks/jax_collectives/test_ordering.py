@@ -6,8 +6,13 @@ import pytest
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
-def test_calls_of_compiled_functions_and_loops(jax, calls, comm):
+@pytest.mark.parametrize("way", ["ffi", "callbacks"])
+def test_calls_of_compiled_functions_and_loops(jax, calls, comm, monkeypatch, way):
     """Independent calls of one signature, in programs that XLA compiles differently by rank."""
+    from collectives.jax import host_calls
+
+    if way == "callbacks":
+        monkeypatch.setattr(host_calls, "uses_ffi", lambda: False)
     jnp, lax, rank, size = jax.numpy, jax.lax, comm.rank, comm.size
 
     @jax.jit
