@@ -34,10 +34,9 @@ def bind_all_gather(
     """The function (array, out) → the joined rows, each of shape `rest`.
 
     The signature is that of an all_gather, or of a gather, whose root alone gets them: the other
-    ranks get None. This rank gives
-    `count` rows. `out` has `room` rows: ValueError on every rank if that is not the sum
-    (`check_room`). PASS where it can't take them as they come. The result has its final shape
-    before the call ends, as of `bound.many`.
+    ranks get None. This rank gives `count` rows. `out` has `room` rows: ValueError on every rank if
+    that is not the sum (`check_room`). PASS where it can't take them as they come. The result has
+    its final shape before the call ends, as of `bound.many`.
     """
     collective, root = signature.collective, signature.root or 0
     receives, paths = signature.root in (None, engine.rank), engine.paths(collective, None, _BYTES)
