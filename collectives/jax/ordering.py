@@ -40,16 +40,18 @@ def results_before(functions: Any) -> list[Any]:
     """
     block = mlir.ir.InsertionPoint.current.block
     operations = list(block.operations)
+    of_loop: list[Any] | None = None
     while True:
         for each in reversed(operations):
             operation = each.operation
             if _is_call(operation):
-                return list(operation.results)[-1:]
-            if _contains(operation, functions, set()):
-                return [result for result in operation.results if _is_array(result)]
+                return [*(of_loop or ()), *list(operation.results)[-1:]]
+            # A loop or condition may have no results, or such as XLA knows without it.
+            if of_loop is None and _contains(operation, functions, set()):
+                of_loop = [result for result in operation.results if _is_array(result)]
         owner = block.owner.operation
         if owner.name == _FUNCTION or owner.parent is None:
-            return []
+            return of_loop or []
         block, operations = _before(owner)
 
 

@@ -58,6 +58,25 @@ def test_calls_of_compiled_functions_and_loops(jax, calls, comm, monkeypatch, wa
             assert float(each) == sums + expected.get(name, 0), (number, name)
 
 
+def test_calls_before_and_after_conditions_without_results(jax, calls, comm):
+    """Each has an operand of an earlier one outside of them, as the lowered program shows."""
+    jnp = jax.numpy
+
+    @jax.jit
+    def program(x):
+        found = []
+        for number in range(4):
+            jax.lax.cond(x[0] > number, lambda: calls.reduce(100 * x), lambda: x)
+            jax.lax.fori_loop(0, 2, lambda _, y: (calls.barrier(), y)[1], 0)
+            found.append(calls.all_reduce(x + number))
+        return found
+
+    lines = program.lower(jnp.arange(2.0)).as_text().splitlines()
+    made = [each.split("->")[0] for each in lines if "collectives_host_call" in each]
+    assert len(made) == 12
+    assert all("tensor<1x1x1xui8>" in each for each in made[3:])
+
+
 def test_derivatives_of_checkpoints(jax, calls, comm):
     jnp, rank, size = jax.numpy, comm.rank, comm.size
 
