@@ -111,10 +111,10 @@ class _NodeRow:
         if few:
             self._words[index + FIRST_NUMBER] = length
             self._words[index + FIRST_NUMBER + 1] = nbytes
+            if nbytes:
+                slot[:nbytes] = array.view(_BYTES)
         else:
             self._addresses.store(index, array, None, length, nbytes)
-        if few and nbytes:
-            slot[:nbytes] = array.view(_BYTES)
         if length <= self.most:
             start = nbytes if few else 0
             self._bytes[index][start : start + length] = pickled

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.kinds import is_device
 from collectives.bound.bind import Call
 from collectives.bound.from_root import bind_from_root
 from collectives.bound.small import node_of_all
 from collectives.caching import LRU
 from collectives.calls.arguments import split_rows
-from collectives.calls.movements import Scattered, scatter_block
+from collectives.calls.movements import Scattered, scattered
 from collectives.calls.objects import result_of
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
@@ -79,11 +78,9 @@ class _Block:
         The root's address is in the row at the index.
         """
         engine, found, lengths, root = self._engine, self._found, self._lengths, self._root
-        new = found.becomes_result(out)
         if found.on_gpu:
-            block = scatter_block(engine, found, flat, root, None, new=new)
-            return found.deliver(engine, block, array, out, copies=not (new or is_device(block)))
-        result = self._result(array, out)
+            return scattered(engine, found, flat, root, None, array, out)
+        result, new = self._result(array, out), found.becomes_result(out)
         if result is not None and (flat is None or not np.may_share_memory(flat, result)):
             block = result.reshape(-1)
         else:

@@ -209,21 +209,18 @@ def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
     return Scattered(rows.count, rows.rest, rows.axis, rows.dtype, on_gpu), rows
 
 
-def scatter_block(
+def scattered(
     engine: Engine,
     found: Scattered,
     given: Array | None,
     root: int,
     algorithm: str | None,
-    *,
-    new: bool,
-) -> Array:
-    """This rank's elements; `given` are all, on the root alone.
-
-    They lie in memory of their own if `new`, and on GPUs. Elsewhere the next operation uses it.
-    """
+    array: Any,
+    out: Any,
+) -> Any:
+    """As `Scattered.deliver`, of the elements `given`, which are on the root alone."""
     lengths, devices = found.lengths(engine.size), engine.devices
-    length = lengths[engine.rank]
+    length, new = lengths[engine.rank], found.becomes_result(out)
     if given is not None and is_device(given):
         block = empty(length, found.dtype, given)
     elif found.on_gpu and devices is not None and not devices.over_host:
@@ -231,7 +228,7 @@ def scatter_block(
     else:
         block = np.empty(length, found.dtype) if new else engine.work(length, found.dtype)
     engine.run("scatter", given, block, lengths=lengths, root=root, algorithm=algorithm)
-    return block
+    return found.deliver(engine, block, array, out, copies=not (new or is_device(block)))
 
 
 def scatter(
@@ -257,8 +254,7 @@ def scatter(
             return found
 
         found: Scattered = broadcast_pickle(engine, look if on_root else None, root)
-        given, new = rows[0].flat if on_root else None, found.becomes_result(out)
-        block = scatter_block(engine, found, given, root, algorithm, new=new)
-        return found.deliver(engine, block, array, out, copies=not (new or is_device(block)))
+        given = rows[0].flat if on_root else None
+        return scattered(engine, found, given, root, algorithm, array, out)
 
     return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)

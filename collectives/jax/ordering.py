@@ -59,9 +59,11 @@ def _before(operation: Any) -> tuple[Any, list[Any]]:
     """The block in which the operation lies, and the operations before it."""
     for region in operation.parent.regions:
         for block in region.blocks:
-            operations = [each.operation for each in block.operations]
-            if operation in operations:
-                return block, operations[: operations.index(operation)]
+            before: list[Any] = []
+            for each in block.operations:
+                if each.operation == operation:
+                    return block, before
+                before.append(each.operation)
     raise AssertionError("an operation lies in a block of its parent")
 
 

@@ -123,12 +123,13 @@ def gather_labels(engine: Engine, label: int) -> list[int]:
 
 def split(color: int | None, key: int) -> Operation:
     """The transport between the ranks of equal color; None where color is None."""
+    return Operation(Signature("split"), lambda engine: _part(engine, color, key))
 
-    def perform(engine: Engine) -> Transport | None:
-        with engine.watchdog:
-            return engine.transport.split(color, key)
 
-    return Operation(Signature("split"), perform)
+def _part(engine: Engine, color: int | None, key: int) -> Transport | None:
+    """As `Transport.split`, in which the others wait for a rank that stops."""
+    with engine.watchdog:
+        return engine.transport.split(color, key)
 
 
 def settle(engine: Engine, where: Topology) -> None:
@@ -138,8 +139,7 @@ def settle(engine: Engine, where: Topology) -> None:
     """
     if engine.size == 1:
         return
-    with engine.watchdog:
-        part = engine.transport.split(where.node, engine.rank)
+    part = _part(engine, where.node, engine.rank)
     assert part is not None
     part.ranks = where.members[where.node]
     node = Engine(part, engine.wait_policy)
@@ -258,8 +258,7 @@ def _progress(transport: Transport) -> None:
 def _across(engine: Engine, where: Topology) -> Engine | None:
     """The ranks of equal local rank on all nodes; None where a node has no such rank."""
     takes_part = where.local_rank < min(map(len, where.members))
-    with engine.watchdog:
-        transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
+    transport = _part(engine, where.local_rank if takes_part else None, where.node)
     if transport is None:
         return None
     transport.ranks = [ranks[where.local_rank] for ranks in where.members]
@@ -272,8 +271,7 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
     """The transport between the lowest ranks of all nodes; None on other ranks."""
     if where.nodes == 1:
         return None
-    with engine.watchdog:
-        leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
+    leaders = _part(engine, 0 if where.local_rank == 0 else None, where.node)
     if leaders is not None:
         leaders.wait_policy = engine.wait_policy
     return leaders

@@ -176,13 +176,12 @@ def _close_all() -> None:
         due = [group for group in due if group in others] or others
         now, due = due[:_MOST_IN_ROUND], due[_MOST_IN_ROUND:]
         tried.update(map(id, (first, *now)))
-        seconds = _turn(_ROUND_SECONDS / len(groups))
+        in_step = False
         for group in now:
-            if group.close_at_exit(seconds):
+            seconds = _FIRST_TURN if in_step else _turn(_ROUND_SECONDS / len(groups))
+            in_step = group.close_at_exit(seconds)
+            if in_step:
                 groups = [each for each in groups if each is not group]
-                seconds = _FIRST_TURN
-            else:
-                seconds = _turn(_ROUND_SECONDS / len(groups))
         groups = _within_deadline(groups, time.monotonic() - start, tried)
         # At least as long in the first one as in the others.
         seconds = _turn(max(_ROUND_SECONDS, time.monotonic() - begun))

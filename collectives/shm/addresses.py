@@ -123,6 +123,7 @@ class AddressExchange:
         store, own, row = _LAYOUT.pack_into, self._own, self._row
 
         def publish(index: int, source: Array | None, target: Array | None) -> None:
+            # Not by `self.store`, as every bound call of large arrays publishes.
             store(own, 8 * index, *row(source, target, first, second))
 
         return publish
