@@ -219,6 +219,7 @@ LAZY = {
         "collectives/jax/ordering.py",
         "collectives/jax/primitive.py",
         "collectives/jax/program_order.py",
+        "collectives/jax/tokens.py",
         "strategies/jax/gradients.py",
         "strategies/jax/mesh.py",
         "strategies/jax/replicas.py",

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
+from collectives.jax.tokens import condition, loop, uncached
+
 # By name: JAX exports some of these primitives only, and not the same in each version.
 _FUNCTIONS = ("jit", "pjit", "closed_call", "call", "core_call")
+_WITH_TOKEN: dict[str, Callable[..., Any]] = {"cond": condition, "while": loop}
 _WITH_REGIONS = (
-    *("while", "cond", "scan", "checkpoint", "remat2", "remat_opt", "custom_linear_solve"),
+    *("scan", "checkpoint", "remat2", "remat_opt", "custom_linear_solve"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
     *("custom_lin", "linear_call"),
 )
-
-uncached = (
-    {"cacheable": False} if "cacheable" in signature(mlir.register_lowering).parameters else {}
-)
-"""The options by which JAX lowers a primitive in the block that it lies in."""
 
 
 def lower_in_place(primitive: Primitive) -> None:
@@ -38,16 +35,30 @@ def lower_in_place(primitive: Primitive) -> None:
         # Older versions keep the rules themselves.
         rule = getattr(entry, "rule", entry)
         if each.name in _FUNCTIONS:
-            mlir.register_lowering(each, partial(_in_place, contains, rule), **uncached)
-        elif each.name in _WITH_REGIONS:
-            mlir.register_lowering(each, rule, **uncached)
+            rule = partial(_if_within, contains, _in_place, rule)
+        elif each.name in _WITH_TOKEN:
+            rule = partial(_if_within, contains, _WITH_TOKEN[each.name], rule)
+        elif each.name not in _WITH_REGIONS:
+            continue
+        mlir.register_lowering(each, rule, **uncached)
 
 
-def _in_place(
-    contains: _Contains, rule: Callable[..., Any], ctx: Any, *operands: Any, **parameters: Any
+def _if_within(
+    contains: _Contains,
+    own: Callable[..., Any],
+    rule: Callable[..., Any],
+    ctx: Any,
+    *operands: Any,
+    **parameters: Any,
 ) -> Any:
+    if any(map(contains, _jaxprs_in(parameters.values()))):
+        return own(rule, ctx, *operands, **parameters)
+    return rule(ctx, *operands, **parameters)
+
+
+def _in_place(rule: Callable[..., Any], ctx: Any, *operands: Any, **parameters: Any) -> Any:
     jaxprs = list(_jaxprs_in(parameters.values()))
-    if len(jaxprs) != 1 or not contains(jaxprs[0]):
+    if len(jaxprs) != 1:
         return rule(ctx, *operands, **parameters)
     return mlir.lower_fun(jaxpr_as_fun(jaxprs[0]), multiple_results=True)(ctx, *operands)
 

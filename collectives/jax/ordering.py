@@ -22,7 +22,8 @@ from collectives.jax.host_calls import TARGET
 # orders operations by. The program's own callbacks return no arrays of this shape.
 TOKEN = ShapedArray((1, 1, 1), np.dtype("uint8"))
 _TOKEN_TYPE = "tensor<1x1x1xui8>"
-_CALL, _FUNCTION_CALL, _FUNCTION = "stablehlo.custom_call", "func.call", "func.func"
+_CALL, _LOOP = "stablehlo.custom_call", "stablehlo.while"
+_FUNCTION_CALL, _FUNCTION = "func.call", "func.func"
 # Of callbacks from JAX, which are calls on GPUs, and where it has another FFI.
 _CALLBACKS = tuple(
     f"{way}_{platform}_callback"
@@ -34,24 +35,28 @@ _CALLBACKS = tuple(
 def results_before(functions: Any) -> list[Any]:
     """Values that exist when the calls before the current place of the program have run.
 
-    The last result of a call is its token. Loops, conditions and inner functions that contain calls
-    count as calls. Within a loop or condition the calls before it are before those within.
-    `functions` are those of the module, by name.
+    The last result of a call is its token, and so is that of a loop or condition that contains
+    calls. Within one, the calls before it are before those within. Other functions have no tokens:
+    the results of one that contains calls, which XLA may know without it, count with the token
+    before them. `functions` are those of the module, by name.
     """
     block = mlir.ir.InsertionPoint.current.block
     operations = list(block.operations)
-    of_loop: list[Any] | None = None
+    of_function: list[Any] = []
     while True:
         for each in reversed(operations):
             operation = each.operation
-            if _is_call(operation):
-                return [*(of_loop or ()), *list(operation.results)[-1:]]
-            # A loop or condition may have no results, or such as XLA knows without it.
-            if of_loop is None and _contains(operation, functions, set()):
-                of_loop = [result for result in operation.results if _is_array(result)]
+            if not contains_calls(operation, functions, set()):
+                continue
+            results = [result for result in operation.results if _is_array(result)]
+            if results and is_token(results[-1]):
+                return [*of_function, results[-1]]
+            of_function = of_function or results
         owner = block.owner.operation
+        if owner.name == _LOOP and is_token(block.arguments[-1]):
+            return [*of_function, block.arguments[-1]]
         if owner.name == _FUNCTION or owner.parent is None:
-            return of_loop or []
+            return of_function
         block, operations = _before(owner)
 
 
@@ -89,29 +94,36 @@ def token_of(ctx: Any, values: list[Any]) -> list[Any]:
     return list(lower(ctx.replace(avals_in=avals, avals_out=[TOKEN]), *known))
 
 
-def _is_call(operation: Any) -> bool:
-    if operation.name != _CALL:
-        return False
-    target = mlir.ir.StringAttr(operation.attributes["call_target_name"]).value
-    last = [str(each.type) for each in operation.results][-1:]
-    return target == TARGET or (target in _CALLBACKS and last == [_TOKEN_TYPE])
+def is_token(value: Any) -> bool:
+    """Whether the value has the type of a token."""
+    return str(value.type) == _TOKEN_TYPE
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value.type, mlir.ir.RankedTensorType)
-
-
-def _contains(operation: Any, functions: Any, visited: set[str]) -> bool:
+def contains_calls(operation: Any, functions: Any, visited: set[str]) -> bool:
+    """Whether the operation is a call, or one lies in it or in a function that it calls."""
     if operation.name == _FUNCTION_CALL:
         name = mlir.ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
         if name in visited:
             return False
         visited.add(name)
-        return _contains(functions[name].operation, functions, visited)
-    for region in operation.regions:
-        for block in region.blocks:
-            for each in block.operations:
-                inner = each.operation
-                if _is_call(inner) or _contains(inner, functions, visited):
-                    return True
-    return False
+        return contains_calls(functions[name].operation, functions, visited)
+    blocks = (block for region in operation.regions for block in region.blocks)
+    return _is_call(operation) or any(
+        contains_calls(each.operation, functions, visited)
+        for block in blocks
+        for each in block.operations
+    )
+
+
+def _is_call(operation: Any) -> bool:
+    # Callbacks of older versions return a tuple.
+    if operation.name == "stablehlo.get_tuple_element":
+        return is_token(operation.results[0])
+    if operation.name != _CALL:
+        return False
+    target = mlir.ir.StringAttr(operation.attributes["call_target_name"]).value
+    return target == TARGET or (target in _CALLBACKS and any(map(is_token, operation.results)))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value.type, mlir.ir.RankedTensorType)

@@ -17,9 +17,10 @@ from jax.interpreters import ad, batching, mlir
 
 from collectives.jax import host_calls, kinds
 from collectives.jax.kinds import KINDS, LINEAR, PVARY, Call
-from collectives.jax.lowering_in_place import lower_in_place, uncached
+from collectives.jax.lowering_in_place import lower_in_place
 from collectives.jax.ordering import TOKEN, results_before, token_of
 from collectives.jax.program_order import keep_order
+from collectives.jax.tokens import uncached
 
 _primitive = Primitive("collective")
 _primitive.multiple_results = True
