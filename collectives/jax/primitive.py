@@ -34,7 +34,7 @@ def bind(arrays: Sequence[Any], call: Call, after: Sequence[Any] = ()) -> list[A
     return list(_primitive.bind(*arrays, *after, call=call, count=len(arrays)))
 
 
-class _Kept(effects.Effect):  # type: ignore[misc]  # JAX has no types here
+class _Kept(effects.Effect):
     """Keeps a call whose results the program doesn't use."""
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ for _allowed in (
     _allowed.add_type(_Kept)
 
 
-@_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]  # of JAX
+@_primitive.def_effectful_abstract_eval
 def _shapes(*arrays: Any, call: Call, count: int) -> Any:
     kind = KINDS[call.kind]
     shapes = []
@@ -62,7 +62,7 @@ def _shapes(*arrays: Any, call: Call, count: int) -> Any:
     return shapes, _KEPT if kind.kept or call.kept else set()
 
 
-@_primitive.def_impl  # type: ignore[untyped-decorator]  # of JAX
+@_primitive.def_impl
 def _run_at_once(*arrays: Any, **parameters: Any) -> Any:
     if parameters["call"].kind == PVARY:
         return list(map(jnp.asarray, arrays))

@@ -110,7 +110,7 @@ def broadcast(tensor: Any, *, root: int = 0, comm: Communicator | None = None) -
     return _Broadcast.apply(tensor, _ANCHOR, root, given(comm))
 
 
-class _AllReduce(Function):  # type: ignore[misc]
+class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, anchor: Any, op: ReduceOp, comm: Communicator) -> Any:
         # Tensors that require grad are converted anew by every call.
@@ -139,7 +139,7 @@ def _slope(tensor: Any, result: Any, op: ReduceOp, comm: Communicator) -> Any:
     return holds / all_reduce(holds, comm=comm)
 
 
-class _AllGather(Function):  # type: ignore[misc]
+class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, anchor: Any, axis: int, comm: Communicator) -> Any:
         ctx.shape, ctx.axis, ctx.comm = tensor.shape, axis, comm
@@ -158,7 +158,7 @@ class _AllGather(Function):  # type: ignore[misc]
         return rows.reshape(ctx.shape), None, None, None
 
 
-class _ReduceScatter(Function):  # type: ignore[misc]
+class _ReduceScatter(Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: Any, anchor: Any, op: ReduceOp, axis: int, comm: Communicator
@@ -174,7 +174,7 @@ class _ReduceScatter(Function):  # type: ignore[misc]
         return gathered, None, None, None, None
 
 
-class _AllToAll(Function):  # type: ignore[misc]
+class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, anchor: Any, *tensors: Any) -> Any:
         ctx.comm = comm
@@ -185,7 +185,7 @@ class _AllToAll(Function):  # type: ignore[misc]
         return None, None, *all_to_all(gradients, comm=ctx.comm)
 
 
-class _Broadcast(Function):  # type: ignore[misc]
+class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, anchor: Any, root: int, comm: Communicator) -> Any:
         ctx.root, ctx.comm = root, comm
@@ -197,7 +197,7 @@ class _Broadcast(Function):  # type: ignore[misc]
         return _Reduce.apply(gradient, _ANCHOR, ctx.root, ctx.comm), None, None, None
 
 
-class _Reduce(Function):  # type: ignore[misc]
+class _Reduce(Function):
     """The sum of the ranks' tensors on the root, zeros elsewhere."""
 
     @staticmethod

@@ -40,7 +40,7 @@ _UNSHOWN = nullcontext()
 
 
 @untraced
-class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
+class CollectivesProcessGroup(Names, dist.ProcessGroup):
     """A group of ranks whose tensors lie on the CPU or a GPU."""
 
     def __init__(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -202,9 +203,10 @@ def at_end(call: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:
 
 def is_nested() -> bool:
     """Whether this thread is in a backward that a backward made, such as a reentrant checkpoint."""
-    frame, count = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    count = 0
     code = torch.autograd.graph._engine_run_backward.__code__
     while frame is not None:
         count += frame.f_code is code
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return count > 1

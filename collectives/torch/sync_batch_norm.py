@@ -14,7 +14,7 @@ from collectives.world import given
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
+class SyncBatchNorm(_BatchNorm):
     """Batch normalization whose mean and variance are those of all ranks' batches together.
 
     Like torch.nn.SyncBatchNorm, on CPU tensors too: inputs have shape (N, C) or (N, C, …), and N

@@ -19,7 +19,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 
-class _OrderedWork(Work):  # type: ignore[misc]
+class _OrderedWork(Work):
     """What `wait` orders, the other methods order too; torch's own would order nothing."""
 
     def synchronize(self) -> None:
@@ -181,7 +181,7 @@ class PendingWork(_OrderedWork):
             future.set_result(failure)
 
 
-class _CallFuture(Future):  # type: ignore[misc]
+class _CallFuture(Future):
     """The future of a call that may not have ended."""
 
     def __init__(self, work: PendingWork) -> None:
@@ -231,7 +231,7 @@ class _Failure:
         """Raise it."""
         raise self._error
 
-    __reduce_ex__ = raise_error  # type: ignore[assignment]
+    __reduce_ex__ = raise_error  # type: ignore[assignment]  # never returns
 
 
 class AllWorks(_OrderedWork):

@@ -133,7 +133,7 @@ class MpiTransport(Transport):
         return MpiMessageChannel(self.comm.Dup())
 
     @property
-    def fence(self) -> Callable[[], None] | None:  # type: ignore[override]
+    def fence(self) -> Callable[[], None] | None:  # type: ignore[override]  # known when it is asked for
         """MPI's own (MPI_Win_sync), on processors that need one."""
         if platform.machine() in ORDERED_MACHINES or not self._windows:
             return None

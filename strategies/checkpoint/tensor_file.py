@@ -99,7 +99,7 @@ def decode(content: bytes, path: str) -> dict[str, Array]:
 def _opened(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's tensors as safetensors returns them, and this project's metadata entry."""
     try:
-        stored = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
+        stored = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]  # no types
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
     except (safetensors.SafetensorError, ValueError) as error:

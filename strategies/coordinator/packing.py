@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,7 +120,7 @@ def _in_file(code: CodeType, name: str) -> CodeType:
     return code.replace(co_filename=name)
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+class _Packer(cloudpickle.Pickler):
     def __init__(self, file: Any, references: References, **options: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, **options)
         self._references = references

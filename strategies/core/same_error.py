@@ -180,10 +180,11 @@ def call_on_first(communicator: Communicator, action: Callable[[], Result]) -> R
     rank 0 (KeyboardInterrupt, SystemExit), is a RuntimeError on the others.
     """
     if communicator.rank:
+        result: Result
         result, error = communicator.broadcast_object()
         if error is not None:
             raise raised_on_all(error, communicator.rank)
-        return result  # type: ignore[no-any-return]
+        return result
     try:
         done = action()
     except Exception as error:

@@ -178,7 +178,8 @@ class Estimator:
             path: str | None = tf.train.latest_checkpoint(self.model_dir)
             return path
 
-        return strategy.chief_first(find)  # type: ignore[no-any-return]
+        newest: str | None = strategy.chief_first(find)
+        return newest
 
     def _model_of(self, mode: str, strategy: Strategy | None) -> RestoredModel:
         """The mode's own model, so that an evaluation may occur within `train`."""

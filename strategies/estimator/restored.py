@@ -66,7 +66,7 @@ class RestoredModel:
             status.expect_partial()
 
 
-class Restoration(keras.callbacks.Callback):  # type: ignore[misc]
+class Restoration(keras.callbacks.Callback):
     """Restores a checkpoint when `fit` or `evaluate` has built the model."""
 
     def __init__(self, restored: RestoredModel, path: str | None) -> None:
@@ -80,7 +80,7 @@ class Restoration(keras.callbacks.Callback):  # type: ignore[misc]
     on_test_begin = on_train_begin
 
 
-class Saving(keras.callbacks.Callback):  # type: ignore[misc]
+class Saving(keras.callbacks.Callback):
     """Saves a checkpoint every so many steps, on all ranks."""
 
     def __init__(

@@ -85,7 +85,7 @@ def join_batches(dataset: Any, count: int) -> Iterable[Any]:
     try:
         check_iterable(dataset)
     except TypeError:
-        return dataset  # type: ignore[no-any-return]
+        return dataset  # type: ignore[no-any-return]  # nor is it one
     return JoinedBatches(dataset, count)
 
 

@@ -136,7 +136,7 @@ class Statistics:
             self._starts = starts_of(self._model)  # of a model that has just been built
 
 
-class _Average(keras.callbacks.Callback):  # type: ignore[misc]
+class _Average(keras.callbacks.Callback):
     """Precedes the callbacks that save the model."""
 
     def __init__(self, training: Training, statistics: Statistics, saves: bool) -> None:
@@ -161,7 +161,7 @@ class _Average(keras.callbacks.Callback):  # type: ignore[misc]
         self._statistics.average()
 
 
-class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
+class _EpochAgreement(keras.callbacks.Callback):
     """Follows the other callbacks: what one of them decides on a rank holds on all ranks."""
 
     def __init__(self, training: Training, statistics: Statistics) -> None:

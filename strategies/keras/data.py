@@ -71,7 +71,7 @@ def length_of(batch: Any) -> int:
     return int(next(each for each in keras.tree.flatten(batch) if each is not None).shape[0])
 
 
-class Pieces(DataAdapter):  # type: ignore[misc]
+class Pieces(DataAdapter):
     """This rank's piece of every batch of another adapter."""
 
     def __init__(self, whole: DataAdapter, training: Training, most: int | None) -> None:
@@ -153,7 +153,7 @@ class Pieces(DataAdapter):  # type: ignore[misc]
         self._whole.on_epoch_end()
 
 
-class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
+class ArrayPieces(ArrayDataAdapter):
     """This rank's piece of every batch of arrays, in an order that the seed determines."""
 
     def __init__(self, training: Training, seed: int, *data: Any, **options: Any) -> None:

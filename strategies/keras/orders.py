@@ -19,7 +19,7 @@ def common_seed(communicator: Communicator) -> int:
     return seed
 
 
-class ShuffledPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
+class ShuffledPyDataset(keras.utils.PyDataset):
     """The batches of a PyDataset in an order that the seed determines."""
 
     def __init__(self, dataset: Any, seed: int) -> None:

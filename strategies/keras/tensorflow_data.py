@@ -23,7 +23,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 _PREFETCHED = 4
 
 
-class OwnPieces(tf.distribute.DistributedDataset):  # type: ignore[misc]
+class OwnPieces(tf.distribute.DistributedDataset):
     """A dataset that Keras takes as distributed, since it holds this rank's pieces alone.
 
     All ranks have as many. TensorFlow's own iterator over the datasets of one device would add

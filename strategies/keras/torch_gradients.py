@@ -13,7 +13,7 @@ from strategies.keras.training import Training
 
 
 @untraced_function
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def reduce_gradients(
     training: Training, number: int, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:

@@ -62,7 +62,7 @@ class ServedReferences(References):
     @property
     def client(self) -> Client:
         """This process's client of the servers."""
-        return cast(Client, self._strategy.worker.client)  # type: ignore[attr-defined]
+        return cast(Client, self._strategy.worker.client)  # type: ignore[attr-defined]  # of this strategy alone
 
     def name(self, thing: Any) -> Any:
         """As of every strategy; the chief moves an ON_READ variable to the servers.

@@ -229,7 +229,7 @@ class Replication:
     ) -> Sequence[Gradient]:
         """Each gradient's sum, which may be overwritten; rows of sparse ones are concatenated."""
         if IndexedSlices not in map(type, gradients):
-            return self._dense_sums(optimizer, gradients, variables)  # type: ignore[arg-type]
+            return self._dense_sums(optimizer, gradients, variables)  # type: ignore[arg-type]  # no slices
         pairs = zip(gradients, variables, strict=True)
         dense = [each for grad, each in pairs if not isinstance(grad, IndexedSlices)]
         return map_apart(

@@ -36,7 +36,7 @@ class ClusterCoordinator(coordinator.ClusterCoordinator):
     @property
     def strategy(self) -> Any:
         """The strategy whose workers it schedules functions on."""
-        return self._references.tensor_strategy  # type: ignore[attr-defined]
+        return self._references.tensor_strategy  # type: ignore[attr-defined]  # of this module's
 
     def schedule(
         self,

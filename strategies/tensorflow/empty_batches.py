@@ -64,7 +64,8 @@ class EmptyBatches:
     def _runs(self) -> list[_Run]:
         if not hasattr(self._state, "runs"):
             self._state.runs = []
-        return self._state.runs  # type: ignore[no-any-return]
+        runs: list[_Run] = self._state.runs
+        return runs
 
     @property
     def graph_of_run(self) -> Any:

@@ -30,16 +30,17 @@ _DEFAULT = CommunicationOptions()
 _log = logging.getLogger("strategies")
 
 
-class ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc]
+class ReplicaContext(distribute_lib.ReplicaContext):
     """The context of this process's replica."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The replica's device."""
-        return self._strategy.extended.worker_devices  # type: ignore[no-any-return]
+        devices: tuple[str, ...] = self._strategy.extended.worker_devices
+        return devices
 
 
-class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore[misc]
+class CollectiveExtended(one_device_strategy.OneDeviceExtended):
     """One replica in this process, and the others in the other ranks.
 
     `replication` is the strategy of NumPy arrays that does the communication.

@@ -245,7 +245,7 @@ def _divided(total: Any, count: int) -> Any:
     return tf.math.truediv(total, tf.cast(count, total.dtype))
 
 
-@tf.custom_gradient  # type: ignore[untyped-decorator]
+@tf.custom_gradient
 def in_place_of(own: Any, value: Any) -> Any:
     """The value, with the derivative of the other tensor."""
     return tf.identity(value), lambda given: (given, None)

@@ -62,7 +62,7 @@ class AveragedVariable(ReplicatedVariable):
         return {trackable.VARIABLE_VALUE_KEY: saveable}
 
 
-class _Saveable(values._MirroredSaveable):  # type: ignore[misc]
+class _Saveable(values._MirroredSaveable):
     def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
         self._mirrored_variable._change_outer(lambda copy: copy.assign(restored_tensors[0]))
         return super().restore(restored_tensors, restored_shapes)

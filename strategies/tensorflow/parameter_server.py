@@ -146,7 +146,7 @@ class ServedExtended(CollectiveExtended):
 
     def _refuse_chief(self, what: str) -> None:
         """Raise RuntimeError on a chief with a coordinator: `fit` would train on it alone."""
-        link = self._replication.link  # type: ignore[attr-defined]
+        link = self._replication.link  # type: ignore[attr-defined]  # of servers
         if link is not None and link.coordinator is not None:
             raise RuntimeError(
                 f"{what} on a chief that has a ClusterCoordinator, whose workers alone train: call"
@@ -159,7 +159,7 @@ class ServedExtended(CollectiveExtended):
         return v.read_value() if isinstance(v, ServedVariable) else super().read_var(v)
 
     def _input_context(self) -> Any:
-        own = self._replication.input_context  # type: ignore[attr-defined]
+        own = self._replication.input_context  # type: ignore[attr-defined]  # of servers
         return tf.distribute.InputContext(own.num_input_pipelines, own.input_pipeline_id, 1)
 
 

@@ -19,7 +19,7 @@ from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.seeds import agree_on_seed
 
 
-class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
+class Strategy(tf.distribute.Strategy):
     """A `tf.distribute.Strategy` whose replicas are the ranks of a communicator."""
 
     def __init__(self, arrays: ArrayStrategy, device: str = "/cpu:0") -> None:

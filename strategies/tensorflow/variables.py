@@ -49,7 +49,7 @@ class _Readable:
         return float(self.numpy())
 
 
-class ReplicatedVariable(_Readable, values.MirroredVariable):  # type: ignore[misc]
+class ReplicatedVariable(_Readable, values.MirroredVariable):
     """A variable that has the same value on every rank."""
 
     keras_variable: Any = None
@@ -113,7 +113,7 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):  # type: ignore[mi
         return str(getattr(self.keras_variable(), "path", self.name))
 
 
-class LocalVariable(_Readable, values.SyncOnReadVariable):  # type: ignore[misc]
+class LocalVariable(_Readable, values.SyncOnReadVariable):
     """A variable of which each rank has its own value, aggregated when read outside of run."""
 
     def value(self) -> Any:

@@ -21,7 +21,7 @@ log = logging.getLogger("strategies")
 _FRAMES = 12
 
 
-class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
+class ReplicaSampler(torch.utils.data.Sampler[int]):
     """Every rank gets equally many samples, in an order that the seed and the epoch determine.
 
     All ranks' DataLoaders of equal batch size then have the same number of batches of the same

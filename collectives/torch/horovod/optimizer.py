@@ -104,7 +104,7 @@ class _Distributed:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients, also of a step that a gradient scaler skipped."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer's class
         self._gradients.zeroed()
 
     @contextmanager
@@ -126,7 +126,7 @@ class _Distributed:
         A scheduler that was made of the original one changes those groups.
         """
         groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(state_dict)  # type: ignore[misc]  # of the optimizer's class
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
@@ -140,7 +140,7 @@ class _Distributed:
             if self._synchronizes:
                 self.synchronize()
             self._synchronized = False
-            return super().step()  # type: ignore[misc]
+            return super().step()  # type: ignore[misc]  # of the optimizer's class
 
         def reduced() -> Any:
             self._synchronized = False
@@ -149,10 +149,11 @@ class _Distributed:
             self._synchronized = False
             return loss
 
-        return super().step(over_ranks(reduced, self._gradients.fold_number))  # type: ignore[misc]
+        loss = over_ranks(reduced, self._gradients.fold_number)
+        return super().step(loss)  # type: ignore[misc]  # of the optimizer's class
 
     # The optimizer's own step runs its hooks, and would run them twice if torch wrapped this one.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined]  # torch reads it
 
 
 def DistributedOptimizer(  # noqa: N802

@@ -157,7 +157,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     _comm = world()
     if process_sets is not None and process_sets != "dynamic":
         for each in process_sets:
-            add_process_set(each)  # type: ignore[arg-type]
+            add_process_set(each)  # type: ignore[arg-type]  # not the text, which is one
 
 
 def shutdown() -> None:

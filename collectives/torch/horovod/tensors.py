@@ -66,7 +66,7 @@ def gradient_times(tensor: Any, factor: float) -> Any:
     return _GradientTimes.apply(tensor, factor)
 
 
-class _GradientTimes(Function):  # type: ignore[misc]
+class _GradientTimes(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, factor: float) -> Any:
         ctx.factor = factor
