@@ -19,8 +19,9 @@ COLLECTIVES = {
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports"}
     | {"waiting", "world"},
-    "torch": {"arrays", "communicator", "compression", "consistency", "errors", "launching"}
-    | {"lifecycle", "reductions", "shm", "transports", "waiting", "world"},
+    "torch": {"arrays", "communicator", "compression", "consistency", "errors", "horovod"}
+    | {"launching", "lifecycle", "reductions", "shm", "transports", "waiting", "world"},
+    "horovod": {"communicator", "consistency", "errors", "reductions", "transports", "world"},
     "jax": {"caching", "communicator", "reductions", "world"},
     "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
@@ -161,7 +162,6 @@ LAZY = {
         "collectives/torch/horovod/asynchronous.py",
         "collectives/torch/horovod/broadcasts.py",
         "collectives/torch/horovod/compression.py",
-        "collectives/torch/horovod/joining.py",
         "collectives/torch/horovod/operations.py",
         "collectives/torch/horovod/optimizer.py",
         "collectives/torch/horovod/tensors.py",
@@ -230,9 +230,9 @@ LAZY = {
     "tensorflow": {
         "strategies/estimator/estimator.py",
         "strategies/estimator/restored.py",
+        "strategies/keras/tensorflow_compile.py",
         "strategies/keras/tensorflow_data.py",
         "strategies/keras/tensorflow_gradients.py",
-        "strategies/keras/tensorflow_compile.py",
         "strategies/keras/tensorflow_predictions.py",
         "strategies/keras/tensorflow_steps.py",
         "strategies/tensorflow/cluster.py",
@@ -250,6 +250,7 @@ LAZY = {
         "strategies/tensorflow/operations.py",
         "strategies/tensorflow/outer_steps.py",
         "strategies/tensorflow/parameter_server.py",
+        "strategies/tensorflow/program_order.py",
         "strategies/tensorflow/references.py",
         "strategies/tensorflow/saving.py",
         "strategies/tensorflow/seeds.py",

@@ -14,6 +14,36 @@ from __future__ import annotations
 from typing import Any
 
 from collectives.errors import CollectiveError
+from collectives.horovod.joining import join
+from collectives.horovod.objects import allgather_object, broadcast_object
+from collectives.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from collectives.horovod.queries import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.horovod.asynchronous import (
     allgather_async,
@@ -31,14 +61,8 @@ from collectives.torch.horovod.asynchronous import (
     sparse_allreduce_async,
     synchronize,
 )
-from collectives.torch.horovod.broadcasts import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from collectives.torch.horovod.broadcasts import broadcast_optimizer_state, broadcast_parameters
 from collectives.torch.horovod.compression import Compression
-from collectives.torch.horovod.joining import join
 from collectives.torch.horovod.operations import (
     allgather,
     allreduce,
@@ -54,34 +78,6 @@ from collectives.torch.horovod.operations import (
     reducescatter,
 )
 from collectives.torch.horovod.optimizer import DistributedOptimizer
-from collectives.torch.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
-from collectives.torch.horovod.queries import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from collectives.torch.sync_batch_norm import SyncBatchNorm
 
 HorovodInternalError = CollectiveError

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from collectives.communicator import Communicator
+from collectives.horovod.joining import Request, notice_joined
+from collectives.horovod.ops import Op, op_of
+from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
-from collectives.torch.horovod.joining import Request, notice_joined, request_of
-from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.torch.horovod.tensors import (
-    Op,
     check_axes,
     in_place,
     joined,
-    op_of,
     parts_of,
+    request_of,
     scaled,
     store,
     store_all,

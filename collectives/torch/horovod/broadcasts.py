@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from collectives.torch.horovod.joining import Request, with_joined
-from collectives.torch.horovod.process_sets import ProcessSet, ranks, ranks_of, root_of
+from collectives.horovod.joining import Request, with_joined
+from collectives.horovod.objects import broadcast_object
+from collectives.horovod.process_sets import ProcessSet, ranks, ranks_of, root_of
 
 
 def broadcast_parameters(
@@ -51,22 +52,3 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     )
     if ranks().rank != root_rank:
         optimizer.load_state_dict(state)
-
-
-def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Any:
-    """A copy of the root's object, pickled."""
-    comm, root = ranks_of(process_set), root_of(process_set, root_rank)
-    return with_joined(comm, Request("broadcast_object"), lambda: comm.broadcast_object(obj, root))
-
-
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet | None = None
-) -> list[Any]:
-    """Copies of every rank's object in rank order, pickled."""
-    comm = ranks_of(process_set)
-    return with_joined(comm, Request("allgather_object"), lambda: comm.all_gather_object(obj))

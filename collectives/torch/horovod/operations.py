@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from collectives.communicator import Communicator
+from collectives.horovod.joining import Request, notice_joined, with_joined
+from collectives.horovod.ops import Op, op_of
+from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch import functions
 from collectives.torch.horovod.compression import Compression, Compressor
-from collectives.torch.horovod.joining import Request, notice_joined, request_of, with_joined
-from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.torch.horovod.tensors import (
-    Op,
     check_axes,
     gradient_times,
     in_place,
     joined,
-    op_of,
     parts_of,
+    request_of,
     scaled,
     store,
     store_all,

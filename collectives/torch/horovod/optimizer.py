@@ -12,12 +12,13 @@ import torch
 from torch.optim import SparseAdam
 
 from collectives.communicator import Communicator
+from collectives.horovod.joining import number_gradients, with_joined
+from collectives.horovod.process_sets import ProcessSet, ranks
 from collectives.reductions.reduction import ReduceOp, as_op
 from collectives.torch.closures import LOSS, over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
-from collectives.torch.horovod.joining import number_gradients, request_of, with_joined
-from collectives.torch.horovod.process_sets import ProcessSet, ranks
+from collectives.torch.horovod.tensors import request_of
 from collectives.torch.parameters import open_reducers
 from collectives.torch.reduction_round import Reason
 

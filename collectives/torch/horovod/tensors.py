@@ -8,25 +8,45 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError
-from collectives.reductions.reduction import ReduceOp, as_op
+from collectives.horovod.joining import SERVED, ZEROS, Request, zeros_of
+from collectives.reductions.reduction import ReduceOp
+from collectives.torch.closures import LOSS
 
-Op = ReduceOp | str | None
-
-
-def op_of(op: Op, average: bool | None) -> ReduceOp:
-    """Horovod's older argument, or the newer one."""
-    if average is None:
-        return ReduceOp.MEAN if op is None else as_op(op)
-    if op is not None:
-        raise ValueError("average and op were both given: leave out average, the older one")
-    return ReduceOp.MEAN if average else ReduceOp.SUM
+LIBRARY = "torch"
 
 
 def check_axes(tensor: Any) -> None:
     """ValueError for a tensor that has no rows to scatter."""
     if tensor.dim() == 0:
         raise ValueError("reducescatter: a tensor without axes: must have rows")
+
+
+def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
+    """The request of a reduction of tensors.
+
+    TypeError for those that the call would refuse, after ranks that have joined have begun it.
+    """
+    for each in tensors:
+        if each.layout != torch.strided or each.is_quantized or each.is_meta:
+            raise TypeError(f"{name}: a tensor of {each.layout} on {each.device}: must be plain")
+        if each.is_conj() or each.is_neg():
+            raise TypeError(f"{name}: a conjugated or negated view: must be resolved")
+    described = ((tuple(each.shape), str(each.dtype), each.device.type) for each in tensors)
+    return Request(name, tuple(described), op, library=LIBRARY)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
+    return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+
+
+def _reduce_loss(comm: Communicator, request: Request) -> None:
+    comm.all_reduce(zeros_of(request)[0], request.op, what=LOSS)
+
+
+ZEROS[LIBRARY] = _zeros
+SERVED[LOSS] = _reduce_loss
 
 
 def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:

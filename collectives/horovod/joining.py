@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
-import torch
 
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
+from collectives.horovod.process_sets import ranks
 from collectives.reductions.reduction import ReduceOp
-from collectives.torch.closures import LOSS
-from collectives.torch.horovod.process_sets import ranks
 
 Result = TypeVar("Result")
 
@@ -39,11 +36,13 @@ class Request(NamedTuple):
     """Shape, dtype and device of each."""
     op: ReduceOp = ReduceOp.SUM
     optimizer: int = -1
+    library: str = ""
+    """Of the tensors: a key of `ZEROS`."""
 
     @property
     def with_zeros(self) -> bool:
         """Whether a rank can take part with zeros."""
-        return self.name in _SERVED and self.op in _ADDED
+        return self.name in SERVED and self.op in _ADDED
 
 
 class Gradients(Protocol):
@@ -69,20 +68,6 @@ def number_gradients(comm: Communicator, gradients: Gradients) -> Request:
     return Request("gradients", optimizer=number)
 
 
-def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
-    """The request of a reduction of tensors.
-
-    TypeError for those that the call would refuse, after ranks that have joined have begun it.
-    """
-    for each in tensors:
-        if each.layout != torch.strided or each.is_quantized or each.is_meta:
-            raise TypeError(f"{name}: a tensor of {each.layout} on {each.device}: must be plain")
-        if each.is_conj() or each.is_neg():
-            raise TypeError(f"{name}: a conjugated or negated view: must be resolved")
-    described = ((tuple(each.shape), str(each.dtype), each.device.type) for each in tensors)
-    return Request(name, tuple(described), op)
-
-
 def with_joined(comm: Communicator, request: Request, call: Callable[[], Result]) -> Result:
     """Make a call, again if ranks have joined. Collective.
 
@@ -96,7 +81,7 @@ def with_joined(comm: Communicator, request: Request, call: Callable[[], Result]
         if joined is None:
             raise
         if not request.with_zeros:
-            op = f" by {request.op.value}" if request.name in _SERVED else ""
+            op = f" by {request.op.value}" if request.name in SERVED else ""
             raise NotImplementedError(
                 f"{request.name}{op}: ranks {joined.ranks} have joined, and can't take part in it."
                 " Make this call before hvd.join(), or after all ranks have joined"
@@ -138,7 +123,7 @@ def join(device: int = -1) -> int:
             if joined is None:
                 raise
         if joined.request.with_zeros:
-            _SERVED[joined.request.name](comm, joined.request)
+            SERVED[joined.request.name](comm, joined.request)
         served += 1
     counts = comm.all_gather(np.array([served]))
     # The last one of those that have noticed the fewest calls of others.
@@ -173,29 +158,31 @@ def _joined(comm: Communicator, request: Request | None, error: MismatchError) -
     return _Joined(joined, made[0])
 
 
-def _zeros(request: Request) -> list[Any]:
-    return [
-        torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        for shape, dtype, device in request.tensors
-    ]
+def zeros_of(request: Request) -> list[Any]:
+    """The tensors by which a rank that has joined takes part."""
+    return [ZEROS[request.library](*each) for each in request.tensors]
 
 
-def _reduce(comm: Communicator, request: Request, what: str | None = None) -> None:
-    comm.all_reduce(_zeros(request)[0], request.op, what=what)
+ZEROS: dict[str, Callable[[tuple[int, ...], str, str], Any]] = {}
+"""What makes a tensor of a shape, dtype and device, by the name of its library."""
+
+
+def _reduce(comm: Communicator, request: Request) -> None:
+    comm.all_reduce(zeros_of(request)[0], request.op)
 
 
 def _reduce_many(comm: Communicator, request: Request) -> None:
-    comm.all_reduce_many(_zeros(request), request.op)
+    comm.all_reduce_many(zeros_of(request), request.op)
 
 
 def _reduce_later(comm: Communicator, request: Request) -> None:
     comm.barrier(str(request))
-    comm.all_reduce_async(_zeros(request)[0], request.op)
+    comm.all_reduce_async(zeros_of(request)[0], request.op)
 
 
 def _reduce_many_later(comm: Communicator, request: Request) -> None:
     comm.barrier(str(request))
-    comm.all_reduce_many_async(_zeros(request), request.op)
+    comm.all_reduce_many_async(zeros_of(request), request.op)
 
 
 def _reduce_gradients(comm: Communicator, request: Request) -> None:
@@ -203,11 +190,11 @@ def _reduce_gradients(comm: Communicator, request: Request) -> None:
     _gradients[request.optimizer].add_zeros()
 
 
-_SERVED: dict[str, Callable[[Communicator, Request], None]] = {
+SERVED: dict[str, Callable[[Communicator, Request], None]] = {
     "allreduce": _reduce,
-    LOSS: partial(_reduce, what=LOSS),
     "grouped_allreduce": _reduce_many,
     "allreduce_async": _reduce_later,
     "grouped_allreduce_async": _reduce_many_later,
     "gradients": _reduce_gradients,
 }
+"""The calls in which a rank that has joined takes part, by the names of their requests."""

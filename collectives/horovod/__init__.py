@@ -1,0 +1,1 @@
+"""What Horovod's interfaces for torch and TensorFlow have in common."""

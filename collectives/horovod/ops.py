@@ -1,0 +1,16 @@
+"""Horovod's arguments `op` and `average`."""
+
+from __future__ import annotations
+
+from collectives.reductions.reduction import ReduceOp, as_op
+
+Op = ReduceOp | str | None
+
+
+def op_of(op: Op, average: bool | None) -> ReduceOp:
+    """Horovod's older argument, or the newer one."""
+    if average is None:
+        return ReduceOp.MEAN if op is None else as_op(op)
+    if op is not None:
+        raise ValueError("average and op were both given: leave out average, the older one")
+    return ReduceOp.MEAN if average else ReduceOp.SUM
