@@ -107,7 +107,7 @@ STRATEGIES = {
     "tensorflow": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
     | {"synchronous", "collectives", "collectives.caching", "collectives.compression"}
-    | {"collectives.messaging"},
+    | {"collectives.horovod", "collectives.messaging", "collectives.reductions"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
@@ -210,6 +210,9 @@ LAZY = {
         "strategies/tensorflow/keras_pickles.py",
         "strategies/tensorflow/loss_scaling.py",
         "strategies/tensorflow/saving.py",
+        "strategies/tensorflow/horovod/batch_normalization.py",
+        "strategies/tensorflow/horovod/optimizer.py",
+        "strategies/tensorflow/horovod/callbacks.py",
     },
     "jax": {
         "collectives/jax/functions.py",
@@ -258,6 +261,13 @@ LAZY = {
         "strategies/tensorflow/statistics.py",
         "strategies/tensorflow/strategy.py",
         "strategies/tensorflow/variables.py",
+        "strategies/tensorflow/horovod/compression.py",
+        "strategies/tensorflow/horovod/reductions.py",
+        "strategies/tensorflow/horovod/batch_normalization.py",
+        "strategies/tensorflow/horovod/optimizer.py",
+        "strategies/tensorflow/horovod/movements.py",
+        "strategies/tensorflow/horovod/gradients.py",
+        "strategies/tensorflow/horovod/calls.py",
     },
 }
 

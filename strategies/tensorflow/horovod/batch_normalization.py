@@ -1,0 +1,34 @@
+"""Batch normalization over the rows of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from collectives.reductions.reduction import ReduceOp
+from strategies.tensorflow.horovod.reductions import allreduce
+
+
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """`keras.layers.BatchNormalization`, whose mean and variance are of the rows of all ranks.
+
+    Ranks may have different numbers of rows. Each step of training makes two calls.
+    """
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        axes = self._reduction_axes
+        given = tf.convert_to_tensor(inputs)  # float32 or float64
+        weights = tf.ones_like(given)
+        if mask is not None:
+            weights *= tf.cast(tf.expand_dims(mask, -1), given.dtype)
+        sums = tf.reduce_sum(given * weights, axes), tf.reduce_sum(weights, axes)
+        total, count = tf.unstack(allreduce(tf.stack(sums), op=ReduceOp.SUM))
+        count = tf.maximum(count, 1)
+        mean = total / count
+        # Not the mean of squares less the square of the mean, which may be two large numbers.
+        shape = [1 if axis in axes else -1 for axis in range(given.shape.rank)]
+        squares = tf.square(given - tf.reshape(mean, shape)) * weights
+        variance = allreduce(tf.reduce_sum(squares, axes), op=ReduceOp.SUM) / count
+        return mean, variance

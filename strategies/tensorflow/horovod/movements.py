@@ -1,0 +1,186 @@
+"""Movements of tensors, by Horovod's names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from collectives import Communicator, DtypeMismatchError
+from collectives.horovod.joining import join as wait_for_all
+from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
+from collectives.reductions.reduction import ReduceOp
+from strategies.tensorflow.horovod.calls import (
+    call_alone,
+    call_for_one,
+    reduce_in_one,
+    rows_of,
+    run_in_order,
+)
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """The ranks' tensors, joined along axis 0, in which their lengths may differ.
+
+    The gradient is the average of the ranks' gradients of these rows, as Horovod's.
+    """
+    comm = ranks_of(process_set)
+
+    @tf.custom_gradient
+    def gather(tensor: Any) -> Any:
+        def gradient(given: Any) -> Any:
+            return call_for_one(
+                comm, "allgather", partial(_own_rows, comm), [given, tensor], tensor.shape
+            )
+
+        return call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor)), gradient
+
+    return gather(tf.convert_to_tensor(tensor))
+
+
+def _own_rows(comm: Communicator, gradients: Any, tensor: Any) -> Any:
+    counts = comm.all_gather(np.array([len(tensor)]))
+    begin = int(counts[: comm.rank].sum())
+    return comm.all_reduce(gradients, "mean")[begin : begin + len(tensor)]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet | None = None,
+) -> list[Any]:
+    """`allgather` of each tensor; the ranks have equally many."""
+    return [allgather(each, name, ignore_name_scope, process_set) for each in tensors]
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """The root's tensor; the other ranks' have equal shape and dtype.
+
+    `root_rank` is its number among all ranks, as in every call with a process set. The root's
+    gradient is the average of the ranks' gradients, the others' is zero, as Horovod's.
+    """
+    comm, root = ranks_of(process_set), root_of(process_set, root_rank)
+
+    @tf.custom_gradient
+    def send(tensor: Any) -> Any:
+        def gradient(given: Any) -> Any:
+            (average,) = reduce_in_one(comm, [given], ReduceOp.MEAN)
+            return average if comm.rank == root else tf.zeros_like(average)
+
+        call = partial(_broadcast, comm, root)
+        return call_for_one(comm, "broadcast", call, [tensor], tensor.shape), gradient
+
+    return send(tf.convert_to_tensor(tensor))
+
+
+def _broadcast(comm: Communicator, root: int, array: Any) -> Any:
+    return comm.broadcast(array.copy(), root=root)
+
+
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> list[Any]:
+    """Assign the root's values to the other ranks' variables; the values.
+
+    Variables may be TensorFlow's or Keras's. A MismatchError on every rank where they differ in
+    number, shape or dtype.
+    """
+    comm, root = ranks_of(process_set), root_of(process_set, root_rank)
+    every = list(variables)
+
+    def send(*arrays: Any) -> list[Any]:
+        comm.barrier(f"broadcast of {len(arrays)} variables")
+        return [_broadcast(comm, root, each) for each in arrays]
+
+    given = [tf.convert_to_tensor(each) for each in every]
+    values = call_alone(comm, "broadcast_", send, given, [each.shape for each in given])
+    for variable, value in zip(every, values, strict=True):
+        variable.assign(value)
+    return values
+
+
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet | None = None,
+    inplace: bool = False,
+) -> None:
+    """As `broadcast_`, for example of `model.variables` or `optimizer.variables`."""
+    broadcast_(variables, root_rank, process_set=process_set)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """Send splits[i] rows of the tensor to rank i, and join what the ranks sent.
+
+    Without `splits` every rank gets as many rows. With them, returns the joined rows and how many
+    of them each rank sent, an int32 tensor. ValueError if the rows can't be cut so.
+    """
+    comm = ranks_of(process_set)
+
+    @tf.custom_gradient
+    def exchange(tensor: Any, lengths: Any) -> Any:
+        def gradient(given: Any, _: Any) -> Any:
+            back, _ = alltoall(given, received, process_set=process_set)
+            return tf.ensure_shape(back, tensor.shape), None
+
+        shapes = [rows_of(tensor), tf.TensorShape([comm.size])]
+        call = partial(_exchange, comm)
+        rows, received = call_alone(comm, "alltoall", call, [tensor, lengths], shapes)
+        return (rows, received), gradient
+
+    tensor = tf.convert_to_tensor(tensor)
+    lengths = tf.cast([] if splits is None else splits, tf.int32)
+    rows, received = exchange(tensor, lengths)
+    return rows if splits is None else (rows, received)
+
+
+def _exchange(comm: Communicator, array: Any, lengths: Any) -> tuple[Any, Any]:
+    count, size = len(array), comm.size
+    if not len(lengths):
+        if count % size:
+            raise ValueError(f"{count} rows: must be a multiple of {size}, or splits be given")
+        lengths = np.full(size, count // size)
+    if len(lengths) != size or lengths.sum() != count or lengths.min() < 0:
+        raise ValueError(
+            f"splits={lengths.tolist()}: must be {size} numbers of rows that add up to {count}"
+        )
+    received = comm.all_to_all(np.split(array, np.cumsum(lengths)[:-1]))
+    dtypes = [str(each.dtype) for each in received]
+    if len(set(dtypes)) > 1:
+        raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
+    return np.concatenate(received), np.array(list(map(len, received)), np.int32)
+
+
+def join() -> Any:
+    """Wait until every rank has joined; the last one that did, an int32 tensor. Collective.
+
+    For ranks with fewer batches than others: `allreduce`, `grouped_allreduce`,
+    `DistributedGradientTape` and `DistributedOptimizer` get zeros from the ranks that have joined,
+    for dense tensors of all ranks' calls by Sum or Average. "Average" still divides by the number
+    of all ranks, as Horovod's.
+    """
+    return run_in_order(lambda _: [np.int32(wait_for_all())], [tf.constant(0)])[0]

@@ -1,0 +1,164 @@
+"""Reductions of tensors, by Horovod's names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from collectives import Communicator
+from collectives.horovod.ops import Op, op_of
+from collectives.horovod.process_sets import ProcessSet, ranks_of
+from collectives.reductions.reduction import ReduceOp
+from strategies.tensorflow.horovod.calls import call_alone, call_for_one, reduce_in_one, rows_of
+from strategies.tensorflow.horovod.compression import Compression, Compressor
+from strategies.tensorflow.horovod.movements import allgather
+
+_LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    op: Op = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """The ranks' tensors reduced, by default averaged, as a tensor of the same shape and dtype.
+
+    Averages of integers, and their products with a factor, are rounded towards zero. Rows of
+    IndexedSlices are joined. The gradient is reduced by the same op, Sum or Average; others have
+    none. Raises ValueError for both `average` and `op`, and NotImplementedError for IndexedSlices
+    with another op or a factor.
+    """
+    given = average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], *given, process_set)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    op: Op = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """`allreduce` of many tensors, in few messages."""
+    op, comm = op_of(op, average), ranks_of(process_set)
+    slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
+    plain = [tf.convert_to_tensor(each) for each in tensors if not _is_slices(each)]
+    if slices and (op not in _LINEAR or (prescale_factor, postscale_factor) != (1.0, 1.0)):
+        raise NotImplementedError(
+            "allreduce of IndexedSlices: must be by Sum or Average, without factors"
+        )
+    pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
+    reduced = _reduced(comm, [sent for sent, _ in pairs], op)
+    results = iter(
+        _scaled(compression.decompress(each, kept), postscale_factor)
+        for each, (_, kept) in zip(reduced, pairs, strict=True)
+    )
+    joined = iter([_joined_slices(comm, each, op) for each in slices])
+    return [next(joined if _is_slices(each) else results) for each in tensors]
+
+
+def _reduced(comm: Communicator, tensors: Sequence[Any], op: ReduceOp) -> list[Any]:
+    @tf.custom_gradient
+    def reduce(*given: Any) -> Any:
+        def gradient(*gradients: Any) -> Any:
+            if op not in _LINEAR:
+                raise NotImplementedError(f"allreduce by {op.value}: has no gradient")
+            return _reduced(comm, gradients, op)
+
+        return reduce_in_one(comm, given, op), gradient
+
+    return list(reduce(*tensors)) if tensors else []
+
+
+def _is_slices(tensor: Any) -> bool:
+    return isinstance(tensor, tf.IndexedSlices)
+
+
+def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp) -> Any:
+    def join(*arrays: Any) -> list[Any]:
+        return [comm.all_gather(each) for each in arrays]
+
+    parts = [tf.convert_to_tensor(each) for each in (slices.values, slices.indices)]
+    values, indices = call_alone(comm, "allreduce", join, parts, list(map(rows_of, parts)))
+    if op is ReduceOp.MEAN:
+        values /= tf.cast(comm.size, values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    if factor == 1.0:
+        return tensor
+    narrow = tensor.dtype in (tf.float16, tf.bfloat16)
+    wide = tf.float32 if narrow else tf.float64 if tensor.dtype.is_integer else tensor.dtype
+    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Compressor = Compression.none,
+    op: Op = ReduceOp.MEAN,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """This rank's rows of the reduced, by default averaged, tensors; the first ranks get one more.
+
+    The gradient is the gathered one, times the number of ranks for Sum, as Horovod's; other ops
+    than Sum and Average have none. ValueError for a tensor without axes.
+    """
+    op, comm = op_of(op, None), ranks_of(process_set)
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 0:
+        raise ValueError("reducescatter: a tensor without axes: must have rows")
+
+    @tf.custom_gradient
+    def scatter(sent: Any) -> Any:
+        def gradient(given: Any) -> Any:
+            if op not in _LINEAR:
+                raise NotImplementedError(f"reducescatter by {op.value}: has no gradient")
+            factor = comm.size if op is ReduceOp.SUM else 1.0
+            return allgather(_scaled(given, factor), process_set=process_set)
+
+        def call(array: Any) -> Any:
+            return comm.reduce_scatter(array, op).astype(array.dtype, copy=False)
+
+        return call_for_one(comm, "reducescatter", call, [sent], rows_of(sent)), gradient
+
+    sent, kept = compression.compress(_scaled(tensor, prescale_factor))
+    return _scaled(compression.decompress(scatter(sent), kept), postscale_factor)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Compressor = Compression.none,
+    op: Op = ReduceOp.MEAN,
+    process_set: ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """`reducescatter` of each tensor; the ranks have equally many."""
+    factors = prescale_factor, postscale_factor
+    given = device_dense, compression, op, name, process_set, ignore_name_scope, *factors
+    return [reducescatter(each, *given) for each in tensors]

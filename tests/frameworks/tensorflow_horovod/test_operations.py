@@ -1,0 +1,191 @@
+"""Horovod's calls on tensors, eagerly and in a `tf.function`, and their gradients."""
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+
+
+def ranks_of(comm):
+    return np.arange(comm.size)[:, None] + np.array([1.0, -2.0, 4.0])
+
+
+@WAYS
+def test_reductions(tf, hvd, comm, compiled):
+    every, size = ranks_of(comm), comm.size
+
+    def program(x, whole, half):
+        return {
+            "average": hvd.allreduce(x),
+            "sum": hvd.allreduce(x, average=False),
+            "min": hvd.allreduce(x, op=hvd.Min),
+            "max": hvd.allreduce(x, op=hvd.Max),
+            "product": hvd.allreduce(x, op=hvd.Product),
+            "scaled": hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+            "compressed": hvd.allreduce(x, compression=hvd.Compression.fp16),
+            "whole": hvd.allreduce(whole),
+            "whole, scaled": hvd.allreduce(whole, op=hvd.Sum, postscale_factor=0.5),
+            "half": hvd.allreduce(half),
+            "several": hvd.grouped_allreduce([x, whole, half], op=hvd.Sum),
+            "rows": hvd.reducescatter(tf.concat([x, x], 0), op=hvd.Sum),
+            "several rows": hvd.grouped_reducescatter([tf.concat([x, x], 0)]),
+        }
+
+    own = tf.constant(every[comm.rank])
+    given = own, tf.cast(own, tf.int32), tf.cast(own, tf.bfloat16)
+    found = (tf.function(program) if compiled else program)(*given)
+    sums, mean = every.sum(0), every.mean(0)
+    part = np.array_split(np.concatenate([sums, sums]), size)[comm.rank]
+    wanted = {
+        "average": mean,
+        "sum": sums,
+        "min": every.min(0),
+        "max": every.max(0),
+        "product": every.prod(0),
+        "scaled": 1.5 * sums,
+        "compressed": mean,
+        "whole": np.trunc(mean),
+        "whole, scaled": np.trunc(sums / 2),
+        "half": mean,
+        "several": [sums, sums, sums],
+        "rows": part,
+        "several rows": [part / size],
+    }
+    tf.nest.map_structure(
+        lambda got, want: np.testing.assert_allclose(np.asarray(got, float), want, rtol=1e-2),
+        found,
+        wanted,
+    )
+    dtypes = [found["whole"].dtype, found["half"].dtype, found["compressed"].dtype]
+    assert dtypes == [tf.int32, tf.bfloat16, tf.float64]
+
+
+@WAYS
+def test_movements(tf, hvd, comm, compiled):
+    rank, size = comm.rank, comm.size
+    splits = [0, *range(2, size + 1)]  # rank 0 gets no row
+
+    def program(x, few):
+        return (
+            hvd.allgather(few),
+            hvd.grouped_allgather([x, few]),
+            hvd.broadcast(x, 1),
+            hvd.alltoall(tf.range(2 * size) + 10 * rank),
+            hvd.alltoall(tf.range(sum(splits)) + 10 * rank, splits),
+        )
+
+    x, few = tf.constant([rank + 0.5]), tf.fill([rank + 1, 2], rank)
+    found = (tf.function(program) if compiled else program)(x, few)
+    joined = np.concatenate([np.full((each + 1, 2), each) for each in range(size)])
+    begin, count = sum(splits[:rank]), splits[rank]
+    cut = [10 * each + begin + np.arange(count) for each in range(size)]
+    wanted = (
+        joined,
+        [np.arange(size) + 0.5, joined],
+        [1.5],
+        np.concatenate([10 * each + 2 * rank + np.arange(2) for each in range(size)]),
+        (np.concatenate(cut), [count] * size),
+    )
+    for got, want in zip(tf.nest.flatten(found), _flat(wanted), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def _flat(nested):
+    if isinstance(nested, tuple) or (isinstance(nested, list) and np.ndim(nested[0])):
+        return [each for part in nested for each in _flat(part)]
+    return [nested]
+
+
+@WAYS
+def test_gradients_have_horovods_factors(tf, hvd, comm, compiled):
+    rank, size = comm.rank, comm.size
+    calls = {
+        "average": hvd.allreduce,
+        "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+        "gather": lambda x: hvd.allgather(x[: rank + 1]),
+        "broadcast": lambda x: hvd.broadcast(x, 1),
+        "alltoall": lambda x: hvd.alltoall(x, [1] * size)[0],
+        "rows": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+    }
+
+    def program(x):
+        found = []
+        for call in calls.values():
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                result = call(x)
+                factors = tf.range(1.0, 1 + len(result)) * (rank + 1)
+                loss = tf.reduce_sum(result * factors)
+            found.append(tape.gradient(loss, x))
+        return found
+
+    found = (tf.function(program) if compiled else program)(tf.range(1.0, 1 + size))
+    places, weights = np.arange(1.0, size + 1), np.arange(1.0, size + 1)
+    total = np.arange(1.0, 1 + size * (size + 1) // 2) * weights.mean()
+    own = np.zeros(size)
+    begin = rank * (rank + 1) // 2
+    own[: rank + 1] = total[begin : begin + rank + 1]
+    wanted = [
+        places * weights.mean(),
+        places * weights.sum(),
+        own,
+        places * weights.mean() * (rank == 1),
+        (rank + 1) * weights,
+        weights * size,
+    ]
+    for name, got, want in zip(calls, found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, err_msg=name)
+
+
+def test_calls_that_are_refused_on_every_rank(tf, hvd, comm):
+    x = tf.ones([2])
+    slices = tf.IndexedSlices(x, [0, 1], [4])
+    refused = {
+        "were both given": lambda: hvd.allreduce(x, average=True, op=hvd.Sum),
+        "by Sum or Average": lambda: hvd.allreduce(slices, op=hvd.Max),
+        "must have rows": lambda: hvd.reducescatter(tf.constant(1.0)),
+        "add up to 2": lambda: hvd.alltoall(x, [1] * (comm.size + 1)),
+        "root_rank=9": lambda: hvd.broadcast(x, 9),
+        "must be with op=Average": lambda: hvd.DistributedGradientTape(
+            tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0
+        ),
+        "has no gradient": lambda: _gradient_of_max(tf, hvd, x),
+    }
+    for text, call in refused.items():
+        with pytest.raises((ValueError, NotImplementedError), match=text):
+            call()
+    with pytest.raises(AttributeError, match="use rank"):
+        _ = hvd.rank_op
+    with pytest.raises(hvd.HorovodInternalError, match="different shapes"):
+        hvd.allreduce(tf.ones([comm.rank + 1]))
+    np.testing.assert_array_equal(hvd.allreduce(x, op=hvd.Sum), 2 * [comm.size])
+
+
+def _gradient_of_max(tf, hvd, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        greatest = hvd.allreduce(x, op=hvd.Max)
+    tape.gradient(greatest, x)
+
+
+def test_variables_and_objects(tf, hvd, comm):
+    first, second = tf.Variable([comm.rank, 2]), tf.Variable(comm.rank + 0.5)
+    hvd.broadcast_variables([first, second], root_rank=1)
+    assert ([*first.numpy()], second.numpy()) == ([1, 2], 1.5)
+    assert hvd.allgather_object({"rank": comm.rank})[1] == {"rank": 1}
+    with pytest.raises(hvd.HorovodInternalError, match="broadcast of"):
+        hvd.broadcast_([first, second][: 1 + (comm.rank > 0)], 0)
+
+
+def test_process_sets(tf, hvd, comm):
+    last = hvd.add_process_set(range(1, comm.size))
+    try:
+        if last.included():
+            x = tf.constant([comm.rank + 1.0])
+            assert float(hvd.allreduce(x, process_set=last)[0]) == 1 + comm.size / 2
+            assert float(hvd.broadcast(x, comm.size - 1, process_set=last)[0]) == comm.size
+            assert [*hvd.allgather(x, process_set=last)] == [*range(2, comm.size + 1)]
+    finally:
+        hvd.remove_process_set(last)
