@@ -28,6 +28,7 @@ from collectives.arrays.kinds import (
 )
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import Operation
+from collectives.calls.arguments import received_as
 from collectives.calls.objects import gather_pickles
 from collectives.consistency.signature import Signature, dtype_name, forced
 from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
@@ -94,7 +95,8 @@ class Parts:
     def deliver(self, received: Sequence[Array]) -> Any:
         """The result of the received arrays, in rank order."""
         if self._output is None:
-            return [convert(each) for convert, each in zip(self._converts, received, strict=True)]
+            pairs = enumerate(zip(self._converts, received, strict=True))
+            return [received_as(*each, f"all_to_all: rank {peer}") for peer, each in pairs]
         places = self._output.buffer.reshape(len(self.arrays), *self.arrays[0].shape)
         store(received, list(places))
         return self._output.deliver()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from collectives.arrays.kinds import (
     new_output,
     packed,
 )
+from collectives.consistency.signature import dtype_name
+from collectives.errors import DtypeMismatchError, in_step
 from collectives.reductions.reduction import Array
 from collectives.schedules.schedule import split_lengths
 
@@ -102,3 +105,22 @@ def contiguous_apart(array: Array, target: Array | None) -> Array:
     ):
         return array.flatten()
     return array.reshape(-1)
+
+
+def received_as(convert: Callable[[Array], Any], array: Array, call: str) -> Any:
+    """What was received as an array of another library; DtypeMismatchError if it lacks the dtype.
+
+    All data of the call have moved.
+    """
+    try:
+        result = convert(array)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    else:
+        # JAX returns narrower numbers.
+        kept = getattr(result, "dtype", None)
+        if not isinstance(kept, np.dtype) or kept == array.dtype:
+            return result
+        problem = f"it would become {dtype_name(kept)}"
+    text = f"{call} sent {dtype_name(array.dtype)}{list(array.shape)}"
+    raise in_step(DtypeMismatchError(f"{text}: not in the library of this rank's array: {problem}"))

@@ -26,7 +26,7 @@ from collectives.arrays.kinds import (
 )
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
 from collectives.calls import Operation
-from collectives.calls.arguments import Rows, split_rows
+from collectives.calls.arguments import Rows, received_as, split_rows
 from collectives.calls.counts import ANY_ROOM, counts_of_all
 from collectives.calls.objects import broadcast_pickle
 from collectives.consistency.signature import ANY_LENGTH, Signature, check_index, dtype_name, forced
@@ -181,7 +181,8 @@ class Scattered(NamedTuple):
         if self.axis:
             shaped = np.moveaxis(shaped, 0, self.axis)
         if out is None:
-            return like(array)(copied(shaped) if copies else packed(shaped))
+            block = copied(shaped) if copies else packed(shaped)
+            return received_as(like(array), block, "scatter: the root")
         try:
             output = given_output(out, shaped.shape, self.dtype)
             if not self.on_gpu:

@@ -37,6 +37,8 @@ def options_of(kind: Any, *given: Any) -> Any:
 
 def split(tensor: Any, lengths: Sequence[int], size: int) -> list[Any]:
     """The parts along the first dimension. The errors have torch's texts."""
+    if not tensor.dim():
+        raise RuntimeError("all_to_all_single: a tensor without dimensions can't be split")
     rows = len(tensor)
     if lengths and sum(lengths) != rows:
         raise RuntimeError("Split sizes doesn't match total dim 0 size")

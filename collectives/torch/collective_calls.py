@@ -97,11 +97,7 @@ class CollectiveCalls:
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> None:
         """Gather inputs[i] of rank r in outputs[i][r]; the ranks' tensors may differ in length."""
         for parts, tensor in zip(outputs, inputs, strict=True):
-            if len(parts) != self.comm.size:
-                raise ValueError(
-                    f"all_gather: the list has {len(parts)} output tensors: must have"
-                    f" {self.comm.size}, one for each rank of the group"
-                )
+            self._check_count("all_gather", parts, "output")
             flat, lengths = self._flat(tensor), [part.numel() for part in parts]
             if len(set(lengths)) == 1:
                 # As a row, whose length the ranks compare.
@@ -129,6 +125,7 @@ class CollectiveCalls:
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], op: Any) -> None:
         """Reduce inputs[i][r] of all ranks into outputs[i] of rank r."""
         for output, parts in zip(outputs, inputs, strict=True):
+            self._check_count("reduce_scatter", parts, "input")
             flat = torch.cat([part.detach().reshape(-1) for part in parts])
             lengths = [part.numel() for part in parts]
             if len(set(lengths)) == 1:
@@ -161,6 +158,8 @@ class CollectiveCalls:
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, root: int) -> None:
         """Gather inputs[i] of rank r in the root's outputs[i][r]; all have equal lengths."""
         for index, tensor in enumerate(inputs):
+            if self.comm.rank == root:
+                self._check_count("gather", outputs[index], "output")
             rows = self.comm.gather(self._flat(tensor).reshape(1, -1), root=root)
             if rows is not None:
                 self._deal(rows, outputs[index])
@@ -187,12 +186,20 @@ class CollectiveCalls:
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         """Send inputs[r] to rank r, and receive outputs[r] from it."""
+        self._check_count("all_to_all", outputs, "output")
         received = self.comm.all_to_all([self._flat(tensor) for tensor in inputs])
         self._deal(received, outputs)
 
     def all_to_all_single(self, output: Any, tensor: Any) -> None:
         """As `all_to_all`, of the equal parts of a contiguous tensor into another one."""
         self.comm.all_to_all(self._flat(tensor), out=self._flat(output))
+
+    def _check_count(self, call: str, tensors: Tensors, kind: str) -> None:
+        if len(tensors) != self.comm.size:
+            raise ValueError(
+                f"{call}: the list has {len(tensors)} {kind} tensors: must have {self.comm.size},"
+                " one for each rank of the group"
+            )
 
     def _deal(self, blocks: Sequence[Array], outputs: Tensors) -> None:
         """Copy each rank's block into its tensor."""

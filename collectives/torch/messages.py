@@ -190,6 +190,7 @@ class Messages:
         """`policy` has the group's deadline, and finds dead ranks."""
         self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
         self._size = mpi_comm.size
+        self._tags = 1 + mpi_comm.Get_attr(self.mpi.TAG_UB)
         self.members = members
         self._memory = TensorMemory()
         self._changed = threading.Condition()
@@ -199,6 +200,7 @@ class Messages:
     def send(self, tensor: Any, peer: int, tag: int) -> MessageWork:
         """Start to send the contiguous tensor."""
         on_host = tensor.detach().cpu() if stays_tensor(tensor) else tensor
+        tag = check_index("tag", tag, self._tags)
         name = f"send to rank {check_index('dst', peer, self._size)} with tag {tag}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=False)
         work.request = self._comm.Isend(self._bytes_of(on_host), peer, tag)
@@ -212,7 +214,7 @@ class Messages:
             on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         size = self._size
         source = "any rank" if peer is None else f"rank {check_index('src', peer, size)}"
-        name = f"recv from {source} with tag {tag}"
+        name = f"recv from {source} with tag {check_index('tag', tag, self._tags)}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=True)
         number = self.mpi.ANY_SOURCE if peer is None else peer
         work.request = self._comm.Irecv(self._bytes_of(on_host), number, tag)

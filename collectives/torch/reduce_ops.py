@@ -62,7 +62,11 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     kind, dtype = reduce_op.op, tensor.dtype
     if kind == ReduceOp.PREMUL_SUM:
         factor = reduce_op.__getstate__()[1]
-        return reduction((tensor * factor).to(dtype), ReduceOp(ReduceOp.SUM), size)
+        if isinstance(factor, torch.Tensor):
+            # Of one element: it must not widen a tensor without axes.
+            factor = factor.reshape(())
+        product = tensor.to(_WIDE.get(dtype, dtype)) * factor
+        return reduction(product.to(dtype), ReduceOp(ReduceOp.SUM), size)
     if (known := name_of(kind, dtype)) is not None:
         return Reduction(tensor, known)
     name = NAMES[kind]

@@ -5,6 +5,8 @@ import re
 import numpy as np
 import pytest
 
+from collectives import DtypeMismatchError
+
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
@@ -204,3 +206,18 @@ def test_layers_that_are_divided_between_the_ranks(jax, calls, comm):
         np.testing.assert_allclose(first, whole_first[:, own], 1e-3, 1e-3)
         np.testing.assert_allclose(second, whole_second[own], 1e-3, 1e-3)
     np.testing.assert_allclose(found_of_input, of_input, 1e-3, 1e-3)
+
+
+def test_blocks_that_jax_would_make_narrower_are_refused_in_step(jax, comm):
+    wide, before = np.array([2**40 + 5, 1]), jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    try:
+        given = [jax.numpy.zeros(2) if comm.rank == 0 else wide] * comm.size
+        if comm.rank == 0:
+            with pytest.raises(DtypeMismatchError, match=r"rank 1 sent int64.* become int32"):
+                comm.all_to_all(given)
+        else:
+            np.testing.assert_array_equal(comm.all_to_all(given)[1], wide)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    np.testing.assert_array_equal(comm.all_reduce(np.ones(2)), [comm.size] * 2)

@@ -143,6 +143,32 @@ def test_ranks_that_do_not_exist(torch, dist, comm):
         dist.irecv(torch.ones(2), 9)
 
 
+def test_tags_are_not_negative(torch, dist, comm):
+    """MPI's number for any tag is negative."""
+    for call in (dist.isend, dist.irecv):
+        for tag in (-1, 2**31):
+            with pytest.raises(ValueError, match=f"tag={tag}: must be an integer from 0 to"):
+                call(torch.ones(2), 0, tag=tag)
+
+
+def test_lists_of_another_length_are_refused_before_the_call(torch, dist, comm):
+    few, one = [torch.zeros(2)] * (comm.size - 1), torch.ones(2)
+    root = {"gather_list": few if comm.rank == 0 else None, "dst": 0}
+    calls = {
+        "all_gather: the list has": lambda: dist.all_gather(few, one),
+        "gather: the list has": lambda: comm.rank or dist.gather(one, **root),
+        "all_to_all: the list has": lambda: dist.all_to_all(few, [one] * comm.size),
+        "reduce_scatter: the list has": lambda: dist.reduce_scatter(one, []),
+        "without dimensions": lambda: dist.all_to_all_single(torch.ones(()), torch.ones(())),
+    }
+    for text, call in calls.items():
+        if comm.rank and text.startswith("gather"):
+            continue
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            call()
+    assert not any(each.any() for each in few)
+
+
 def test_a_wrong_list_of_the_root_is_refused_on_every_rank(torch, dist, comm):
     lists = {
         f"has {comm.size + 1} tensors: must have {comm.size}": [torch.ones(2)] * (comm.size + 1),

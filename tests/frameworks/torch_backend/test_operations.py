@@ -121,6 +121,10 @@ def test_premultiplied_sum(torch, dist, comm, later):
         op = dist._make_nccl_premul_sum(factor)
         call(dist.all_reduce, tensor, op, later=later)
         assert torch.equal(tensor, total / 2)
+        for dtype in (torch.float8_e5m2, torch.float32):
+            scalar = torch.tensor(4.0 * (comm.rank + 1)).to(dtype)
+            call(dist.all_reduce, scalar, op, later=later)
+            assert float(scalar) == comm.size * (comm.size + 1)
 
 
 def test_layouts_and_storages(torch, dist, comm):

@@ -2,7 +2,10 @@
 
 import sys
 
+import numpy as np
 import pytest
+
+from collectives import DtypeMismatchError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 STEP = 1e-5
@@ -181,3 +184,22 @@ def test_compiled_with_a_call_in_between(torch, functions, comm):
     step(tensor).backward()
     total = comm.size * (comm.size + 1)
     assert tensor.grad.tolist() == [4.0 * total * comm.size] * 3
+
+
+def test_what_torch_has_no_dtype_for_is_refused_in_step(torch, comm):
+    """The communicator goes on."""
+    records = [np.full(2, 1, [("a", "i4")])] * comm.size
+    given = [torch.zeros(2)] * comm.size if comm.rank == 0 else records
+    scattered = torch.zeros(2) if comm.rank == 0 else records[0]
+    for text, call in {
+        r"all_to_all: rank 1 sent .*\[2\]: not in the library": lambda: comm.all_to_all(given),
+        "scatter: the root sent": lambda: comm.scatter(
+            np.concatenate(records) if comm.rank == 1 else scattered, root=1
+        ),
+    }.items():
+        if comm.rank == 0:
+            with pytest.raises(DtypeMismatchError, match=text):
+                call()
+        else:
+            call()
+    np.testing.assert_array_equal(comm.all_reduce(np.ones(2)), [comm.size] * 2)
