@@ -208,7 +208,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         They may differ in shape and dtype, which the receivers need not know. One array is cut
         into equal parts along its first axis, and the result, or `out`, has its shape; a rank
-        raises a MismatchError if what it received differs from its own parts in shape or dtype.
+        raises a MismatchError if what it received differs from its own parts in shape or dtype, or
+        has a dtype that its arrays' library lacks.
         """
         if not hasattr(arrays, "shape"):
             arrays = check_list("arrays", arrays)
