@@ -54,6 +54,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
             f"Keras runs on {keras.backend.backend()}: must be on TensorFlow. Use a strategy,"
             " strategies.MultiWorkerMirroredStrategy"
         )
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("optimizer: is a DistributedOptimizer already")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step}: must be at least 1")
     kind = type(optimizer)

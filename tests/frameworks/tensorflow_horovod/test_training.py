@@ -193,3 +193,5 @@ def test_wrong_optimizers_are_refused(tf, hvd, keras):
         hvd.DistributedOptimizer("adam")
     with pytest.raises(ValueError, match="must be at least 1"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
