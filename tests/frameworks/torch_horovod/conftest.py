@@ -8,6 +8,7 @@ def hvd(torch, comm):
     import collectives.torch.horovod as hvd
 
     torch.set_num_threads(1)
+    hvd.shutdown()  # that of TensorFlow's interface
     with pytest.raises(ValueError, match=r"use hvd\.init"):
         hvd.rank()
     hvd.init()
