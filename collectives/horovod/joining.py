@@ -38,6 +38,8 @@ class Request(NamedTuple):
     optimizer: int = -1
     library: str = ""
     """Of the tensors: a key of `ZEROS`."""
+    what: str | None = None
+    """The text that the call compares."""
 
     @property
     def with_zeros(self) -> bool:
@@ -158,7 +160,7 @@ def _joined(comm: Communicator, request: Request | None, error: MismatchError) -
     return _Joined(joined, made[0])
 
 
-def zeros_of(request: Request) -> list[Any]:
+def _zeros_of(request: Request) -> list[Any]:
     """The tensors by which a rank that has joined takes part."""
     return [ZEROS[request.library](*each) for each in request.tensors]
 
@@ -168,21 +170,21 @@ ZEROS: dict[str, Callable[[tuple[int, ...], str, str], Any]] = {}
 
 
 def _reduce(comm: Communicator, request: Request) -> None:
-    comm.all_reduce(zeros_of(request)[0], request.op)
+    comm.all_reduce(_zeros_of(request)[0], request.op, what=request.what)
 
 
 def _reduce_many(comm: Communicator, request: Request) -> None:
-    comm.all_reduce_many(zeros_of(request), request.op)
+    comm.all_reduce_many(_zeros_of(request), request.op, what=request.what)
 
 
 def _reduce_later(comm: Communicator, request: Request) -> None:
     comm.barrier(str(request))
-    comm.all_reduce_async(zeros_of(request)[0], request.op)
+    comm.all_reduce_async(_zeros_of(request)[0], request.op)
 
 
 def _reduce_many_later(comm: Communicator, request: Request) -> None:
     comm.barrier(str(request))
-    comm.all_reduce_many_async(zeros_of(request), request.op)
+    comm.all_reduce_many_async(_zeros_of(request), request.op)
 
 
 def _reduce_gradients(comm: Communicator, request: Request) -> None:

@@ -9,6 +9,8 @@ Op = ReduceOp | str | None
 
 def op_of(op: Op, average: bool | None) -> ReduceOp:
     """Horovod's older argument, or the newer one."""
+    if not isinstance(average, bool | None):
+        raise TypeError(f"average={average!r}: must be a bool; give other arguments by their names")
     if average is None:
         return ReduceOp.MEAN if op is None else as_op(op)
     if op is not None:

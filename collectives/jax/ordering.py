@@ -32,15 +32,43 @@ _CALLBACKS = tuple(
 )
 
 
-def results_before(functions: Any) -> list[Any]:
+class _Last:
+    """The token of the last call of a module so far, so that blocks need not be searched."""
+
+    token: Any = None
+    block: Any = None
+    in_functions = False
+    """Whether calls lie in other functions than the main one, which are searched for."""
+
+
+def _last_of(module: Any) -> _Last:
+    last: _Last = module.cached_primitive_lowerings.setdefault(_Last, _Last())
+    return last
+
+
+def keep_last(module: Any, token: Any) -> None:
+    """Note the token of what was lowered into the current block. `module` is JAX's context."""
+    last = _last_of(module)
+    last.token, last.block = token, mlir.ir.InsertionPoint.current.block
+    owner = last.block.owner.operation
+    while owner.name != _FUNCTION:
+        owner = owner.parent.operation
+    if mlir.ir.StringAttr(owner.attributes["sym_name"]).value != "main":
+        last.in_functions = True
+
+
+def results_before(module: Any) -> list[Any]:
     """Values that exist when the calls before the current place of the program have run.
 
     The last result of a call is its token, and so is that of a loop or condition that contains
     calls. Within one, the calls before it are before those within. Other functions have no tokens:
     the results of one that contains calls, which XLA may know without it, count with the token
-    before them. `functions` are those of the module, by name.
+    before them. `module` is JAX's context of the module.
     """
-    block = mlir.ir.InsertionPoint.current.block
+    block, last = mlir.ir.InsertionPoint.current.block, _last_of(module)
+    if last.token is not None and last.block == block and not last.in_functions:
+        return [last.token]
+    functions = module.symbol_table
     operations = list(block.operations)
     of_function: list[Any] = []
     while True:

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from collectives.jax import host_calls, kinds
 from collectives.jax.kinds import KINDS, LINEAR, PVARY, Call
 from collectives.jax.lowering_in_place import lower_in_place
-from collectives.jax.ordering import TOKEN, results_before, token_of
+from collectives.jax.ordering import TOKEN, keep_last, results_before, token_of
 from collectives.jax.program_order import keep_order
 from collectives.jax.tokens import uncached
 
@@ -140,7 +140,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
     keep_order(call.comm)
     on_cpu = set(ctx.platforms or ctx.module_context.platforms) == {"cpu"}
     lower = _lower_ffi if on_cpu and host_calls.uses_ffi() else _lower_callback
-    before = results_before(ctx.module_context.symbol_table)
+    before = results_before(ctx.module_context)
     if lower is _lower_callback:
         before = token_of(ctx, before)
     # XLA reads the dtypes of the operands from their values.
@@ -148,7 +148,9 @@ def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
         avals_in=[*ctx.avals_in, *(TOKEN.update(shape=tuple(each.type.shape)) for each in before)],
         avals_out=[*ctx.avals_out, TOKEN],
     )
-    return lower(inner, call, count, [*operands, *before])[:-1]
+    results = lower(inner, call, count, [*operands, *before])
+    keep_last(ctx.module_context, results[-1])
+    return results[:-1]
 
 
 def _devices(context: Any) -> int:

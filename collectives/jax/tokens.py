@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from collectives.jax.ordering import TOKEN, results_before, token_of
+from collectives.jax.ordering import TOKEN, keep_last, results_before, token_of
 
 uncached = (
     {"cacheable": False} if "cacheable" in signature(mlir.register_lowering).parameters else {}
@@ -59,6 +59,7 @@ def _without_token(
     results = rule(inner, *operands, **parameters)
     if inner.tokens_out is not None:
         ctx.set_tokens_out(inner.tokens_out)
+    keep_last(ctx.module_context, results[-1])
     return results[:-1]
 
 
@@ -76,9 +77,10 @@ def _with_token(closed: Any) -> Any:
 
 
 def _lower(ctx: Any) -> Any:
-    found = token_of(ctx, results_before(ctx.module_context.symbol_table))
+    found = token_of(ctx, results_before(ctx.module_context))
     if found and found == list(mlir.ir.InsertionPoint.current.block.arguments)[-1:]:
-        # Of a loop that has calls in its condition alone: XLA knows what never changes.
+        # Of a loop that has calls in its condition alone. XLA replaces what a loop never changes by
+        # what it was before, on which a following call would not depend any more.
         following = mlir.lower_fun(lambda token: token + 1, multiple_results=False)
         return following(ctx.replace(avals_in=[TOKEN], avals_out=[TOKEN]), *found)
     return found or [mlir.ir_constant(np.zeros(TOKEN.shape, TOKEN.dtype))]

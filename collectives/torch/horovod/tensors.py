@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError
-from collectives.horovod.joining import SERVED, ZEROS, Request, zeros_of
+from collectives.horovod.joining import SERVED, ZEROS, Request
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.closures import LOSS
 
@@ -41,12 +40,8 @@ def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
 
 
-def _reduce_loss(comm: Communicator, request: Request) -> None:
-    comm.all_reduce(zeros_of(request)[0], request.op, what=LOSS)
-
-
 ZEROS[LIBRARY] = _zeros
-SERVED[LOSS] = _reduce_loss
+SERVED[LOSS] = SERVED["allreduce"]
 
 
 def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:

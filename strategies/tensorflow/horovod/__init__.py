@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 from collectives import CollectiveError, ReduceOp
-from collectives.horovod.objects import allgather_object, broadcast_object
 from collectives.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -61,6 +60,7 @@ from strategies.tensorflow.horovod.movements import (
     grouped_allgather,
     join,
 )
+from strategies.tensorflow.horovod.objects import allgather_object, broadcast_object
 from strategies.tensorflow.horovod.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -138,6 +138,7 @@ _ADVICE = {
     "start_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
     "stop_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
     "broadcast_global_variables": "give the variables to `broadcast_variables`",
+    "broadcast_object_fn": "use broadcast_object",
     "BroadcastGlobalVariablesHook": "give the variables to `broadcast_variables`",
     "rank_op": "the number of a rank doesn't change: use rank()",
     "local_rank_op": "the number of a rank doesn't change: use local_rank()",

@@ -11,11 +11,18 @@ from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.reductions import allreduce
 
 
+@keras.saving.register_keras_serializable("collectives")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization`, whose mean and variance are of the rows of all ranks.
 
     Ranks may have different numbers of rows. Each step of training makes two calls.
     """
+
+    def __init__(self, *given: Any, fused: bool = False, **named: Any) -> None:
+        """ValueError for `fused`."""
+        if fused:
+            raise ValueError("fused=True: must be False")
+        super().__init__(*given, **named)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         axes = self._reduction_axes

@@ -12,6 +12,7 @@ import numpy as np
 from collectives.horovod.joining import Request, with_joined
 from collectives.horovod.process_sets import ranks, size
 from strategies.tensorflow.horovod.movements import broadcast_variables
+from strategies.tensorflow.horovod.optimizer import is_distributed
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -33,7 +34,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if there are variables."""
+        """Broadcast, if there are variables.
+
+        ValueError where Keras has wrapped a `DistributedOptimizer` for the scaling of losses.
+        """
+        inner = getattr(self.model.optimizer, "inner_optimizer", None)
+        if inner is not None and is_distributed(inner):
+            raise ValueError(
+                "the optimizer scales losses around a DistributedOptimizer, and a rank whose"
+                " gradients overflow would make no call: distribute a"
+                " keras.optimizers.LossScaleOptimizer(optimizer)"
+            )
         self._done = self.model.built
         if self._done:
             if not self.model.optimizer.built:
@@ -65,7 +76,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average them. A MismatchError on every rank where their names differ."""
-        names = sorted(name for name, each in (logs or {}).items() if isinstance(each, Real))
+        names = sorted(name for name, each in (logs or {}).items() if _is_number(each))
         comm, text = ranks(), f"metrics {', '.join(names)}"
         own = np.array([float(logs[name]) for name in names])
         average = with_joined(
@@ -73,6 +84,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         )
         for name, each in zip(names, average.tolist(), strict=True):
             logs[name] = each
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (hasattr(value, "shape") and not len(value.shape))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

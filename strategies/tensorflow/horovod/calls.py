@@ -56,24 +56,36 @@ def rows_of(tensor: Any) -> Any:
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])
 
 
-def reduce_in_one(comm: Communicator, tensors: Sequence[Any], op: ReduceOp) -> list[Any]:
+def reduce_in_one(
+    comm: Communicator, tensors: Sequence[Any], op: ReduceOp, what: str | None = None
+) -> list[Any]:
     """The ranks' tensors reduced, in few messages. Averages of integers are rounded towards zero.
 
-    Ranks that have joined take part with zeros.
+    Ranks that have joined take part with zeros. `what` is a text that must be equal on all ranks.
     """
-    if not tensors:
-        return []
 
     def run(*arrays: Any) -> list[Any]:
         kinds = ((each.shape, str(each.dtype), "cpu") for each in arrays)
-        request = Request("grouped_allreduce", tuple(kinds), op, library=_LIBRARY)
+        request = Request("grouped_allreduce", tuple(kinds), op, library=_LIBRARY, what=what)
         wider = op is ReduceOp.MEAN and any(each.dtype.kind in "biu" for each in arrays)
         out = None if wider else _results.like(arrays)
-        reduced = with_joined(comm, request, lambda: comm.all_reduce_many(arrays, op, out=out))
+        reduced = with_joined(
+            comm, request, lambda: comm.all_reduce_many(arrays, op, out=out, what=what)
+        )
         pairs = zip(reduced, arrays, strict=True)
         return [each.astype(array.dtype, copy=False) for each, array in pairs]
 
     return _order().execute(run, tensors, [each.shape for each in tensors])
+
+
+def compare(comm: Communicator, what: str) -> None:
+    """Return when every rank has called it; a MismatchError on every rank if their texts differ."""
+
+    def run(number: Any) -> list[Any]:
+        comm.barrier(what)
+        return [number]
+
+    call_alone(comm, what, run, [tf.constant(0)], [tf.TensorShape([])])
 
 
 def run_in_order(call: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> list[Any]:

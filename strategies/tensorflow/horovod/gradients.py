@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from collectives.horovod.ops import Op, op_of
 from collectives.horovod.process_sets import ProcessSet, global_process_set
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.compression import Compression, Compressor
-from strategies.tensorflow.horovod.reductions import grouped_allreduce
+from strategies.tensorflow.horovod.reductions import reduce_all
 
 
 class GradientReduction:
@@ -19,6 +20,7 @@ class GradientReduction:
 
     def __init__(
         self,
+        *,
         compression: Compressor,
         sparse_as_dense: bool,
         op: Op,
@@ -39,33 +41,39 @@ class GradientReduction:
 
     def leave_local(self, variable: Any) -> None:
         """Don't reduce this variable's gradient."""
-        self._local[_key(variable)] = variable
+        self._local[key_of(variable)] = variable
 
     def is_local(self, variable: Any) -> bool:
         """Whether the variable's gradient is not reduced."""
-        return _key(variable) in self._local
+        return key_of(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients over the ranks; None where there is none."""
-        places = [
-            number
-            for number, each in enumerate(gradients)
-            if each is not None and not self.is_local(variables[number])
-        ]
-        found = [self._scaled(*each) for each in zip(gradients, variables, strict=True)]
-        if self._process_set.included() and self._process_set.size() > 1:
-            sent = [self._dense(gradients[place]) for place in places]
-            reduced = grouped_allreduce(
-                sent, op=self._op, compression=self._compression, process_set=self._process_set
-            )
-            for place, each in zip(places, reduced, strict=True):
-                found[place] = each
+        """The gradients over the ranks; None where there is none.
+
+        A MismatchError on every rank where the ranks have them for other variables.
+        """
+        pairs = list(zip(gradients, variables, strict=True))
+        found = [self._of_this_rank(*each) for each in pairs]
+        if not self._process_set.included() or self._process_set.size() == 1:
+            return found
+        local = [number for number, each in enumerate(variables) if self.is_local(each)]
+        absent = [number for number, each in enumerate(gradients) if each is None]
+        places = sorted({*range(len(pairs))} - {*local, *absent})
+        reduced = reduce_all(
+            [self._dense(gradients[place]) for place in places],
+            self._op,
+            comm=self._process_set.comm(),
+            compression=self._compression,
+            what=f"{len(pairs)} gradients, none of {absent}, local {local}",
+        )
+        for place, each in zip(places, reduced, strict=True):
+            found[place] = each
         return found
 
     def _dense(self, gradient: Any) -> Any:
         return tf.convert_to_tensor(gradient) if self._sparse_as_dense else gradient
 
-    def _scaled(self, gradient: Any, variable: Any) -> Any:
+    def _of_this_rank(self, gradient: Any, variable: Any) -> Any:
         """Of a local variable its share of an average, as the gradients of the others are."""
         if gradient is None or not (self._scales_local and self.is_local(variable)):
             return gradient
@@ -76,9 +84,9 @@ class GradientReduction:
         return gradient / size
 
 
-def _key(variable: Any) -> int:
-    """The same of a variable of Keras and of TensorFlow's within it."""
-    return id(getattr(variable, "_value", variable))
+def key_of(variable: Any) -> int:
+    """The same of a variable of Keras, once it is built, and of TensorFlow's within it."""
+    return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
 class DistributedTape:
@@ -111,7 +119,7 @@ class DistributedTape:
         """As `tf.GradientTape.gradient`, reduced. Collective."""
         gradients = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         variables = tf.nest.flatten(sources)
-        # Slices are no structure here.
+        # IndexedSlices are leaves.
         reduced = self._reduction.reduce(tf.nest.flatten(gradients), variables)
         return tf.nest.pack_sequence_as(sources, reduced)
 
@@ -149,30 +157,25 @@ def DistributedGradientTape(  # noqa: N802  # Horovod's name
     """A tape whose `gradient` reduces over the ranks, by default to the average, in few messages.
 
     Ranks that are not in the process set keep their gradients. The devices, groups and
-    `gradient_predivide_factor` have no effect: gradients are divided before they are added in 16
-    bits. Raises ValueError for the factor with another op than Average.
+    `gradient_predivide_factor` have no effect: what is compressed is divided before it is added.
+    Raises ValueError for the factor with another op than Average.
     """
-    given = sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients
-    return DistributedTape(gradtape, GradientReduction(compression, *given))
+    reduction = GradientReduction(
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return DistributedTape(gradtape, reduction)
 
 
 def PartialDistributedGradientTape(  # noqa: N802  # Horovod's name
-    gradtape: Any,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    op: Op = ReduceOp.MEAN,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet | None = None,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
+    gradtape: Any, *given: Any, local_layers: Any = None, **named: Any
 ) -> DistributedTape:
     """As `DistributedGradientTape`; the gradients of `local_layers` stay each rank's own."""
-    given = sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients
-    tape = DistributedTape(gradtape, GradientReduction(compression, *given))
+    tape = DistributedGradientTape(gradtape, *given, **named)
     for variable in variables_of(local_layers):
         tape.register_local_source(variable)
     return tape

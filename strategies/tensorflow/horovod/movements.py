@@ -16,6 +16,7 @@ from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.calls import (
     call_alone,
     call_for_one,
+    compare,
     reduce_in_one,
     rows_of,
     run_in_order,
@@ -37,9 +38,8 @@ def allgather(
     @tf.custom_gradient
     def gather(tensor: Any) -> Any:
         def gradient(given: Any) -> Any:
-            return call_for_one(
-                comm, "allgather", partial(_own_rows, comm), [given, tensor], tensor.shape
-            )
+            tensors, own_rows = [tf.convert_to_tensor(given), tensor], partial(_own_rows, comm)
+            return call_for_one(comm, "allgather", own_rows, tensors, tensor.shape)
 
         return call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor)), gradient
 
@@ -79,7 +79,7 @@ def broadcast(
     @tf.custom_gradient
     def send(tensor: Any) -> Any:
         def gradient(given: Any) -> Any:
-            (average,) = reduce_in_one(comm, [given], ReduceOp.MEAN)
+            (average,) = reduce_in_one(comm, [tf.convert_to_tensor(given)], ReduceOp.MEAN)
             return average if comm.rank == root else tf.zeros_like(average)
 
         call = partial(_broadcast, comm, root)
@@ -107,9 +107,11 @@ def broadcast_(
     every = list(variables)
 
     def send(*arrays: Any) -> list[Any]:
-        comm.barrier(f"broadcast of {len(arrays)} variables")
         return [_broadcast(comm, root, each) for each in arrays]
 
+    compare(comm, f"broadcast of {len(every)} variables")
+    if not every:
+        return []
     given = [tf.convert_to_tensor(each) for each in every]
     values = call_alone(comm, "broadcast_", send, given, [each.shape for each in given])
     for variable, value in zip(every, values, strict=True):
@@ -153,6 +155,8 @@ def alltoall(
         return (rows, received), gradient
 
     tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 0:
+        raise ValueError("alltoall: a tensor without axes: must have rows")
     lengths = tf.cast([] if splits is None else splits, tf.int32)
     rows, received = exchange(tensor, lengths)
     return rows if splits is None else (rows, received)

@@ -12,7 +12,7 @@ from collectives.horovod.ops import Op
 from collectives.horovod.process_sets import ProcessSet
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.compression import Compression, Compressor
-from strategies.tensorflow.horovod.gradients import GradientReduction, variables_of
+from strategies.tensorflow.horovod.gradients import GradientReduction, key_of, variables_of
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -32,17 +32,16 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     process_set: ProcessSet | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A new optimizer like this one of Keras, which reduces gradients over the ranks first.
+    """The optimizer, which reduces gradients over the ranks from now on, before it applies them.
 
-    It is of a class of the same name, and a saved model has the ordinary class. Gradients are
-    clipped after they are reduced. The state of an optimizer that was built is taken over. A model
-    must be compiled without `jit_compile`, as Keras does on CPUs, and with loss scaling the
-    optimizer that is given is a `keras.optimizers.LossScaleOptimizer`.
+    Its method `apply` is replaced; its class, and what a model saves, stay Keras's. Gradients are
+    clipped after they are reduced. A model must be compiled without `jit_compile`, as Keras does on
+    CPUs. With loss scaling, it is the `keras.optimizers.LossScaleOptimizer` that is given.
 
     With `backward_passes_per_step` the gradients of so many calls are added up on each rank, then
     reduced and applied; `average_aggregated_gradients` divides their sum by their number, and
     `iterations` counts all calls. The other arguments are those of `DistributedGradientTape`, or
-    have no effect.
+    have no effect. `register_local_var(variable)` leaves a variable's gradient each rank's own.
 
     Raises TypeError for an optimizer that is none of Keras; ValueError for wrong arguments, and
     where Keras runs on another backend than TensorFlow.
@@ -54,24 +53,29 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
             f"Keras runs on {keras.backend.backend()}: must be on TensorFlow. Use a strategy,"
             " strategies.MultiWorkerMirroredStrategy"
         )
-    if isinstance(optimizer, _Distributed):
+    if is_distributed(optimizer):
         raise ValueError("optimizer: is a DistributedOptimizer already")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step={backward_passes_per_step}: must be at least 1")
-    kind = type(optimizer)
-    made: Any = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
-    distributed = made.from_config(optimizer.get_config())
-    reduction = GradientReduction(
-        *(compression, sparse_as_dense, op, gradient_predivide_factor, process_set),
-        scale_local_gradients,
-    )
     passes = backward_passes_per_step
-    distributed.hvd = _Step(reduction, passes, 1 / passes if average_aggregated_gradients else 1.0)
-    if optimizer.built:
-        distributed.build(optimizer._trainable_variables)
-        for own, given in zip(distributed.variables, optimizer.variables, strict=True):
-            own.assign(given)
-    return distributed
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes}: must be at least 1")
+    if passes > 1 and optimizer.gradient_accumulation_steps:
+        raise ValueError("backward_passes_per_step: must be 1 with gradient_accumulation_steps")
+    reduction = GradientReduction(
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    step = _Step(optimizer, reduction, passes, average_aggregated_gradients)
+    vars(optimizer).update(apply=step.take, register_local_var=reduction.leave_local)
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether the optimizer reduces gradients."""
+    return isinstance(getattr(vars(optimizer).get("apply"), "__self__", None), _Step)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -84,65 +88,57 @@ def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name
     return distributed
 
 
-class _Distributed:
-    """What is added to the class of the optimizer."""
-
-    hvd: _Step
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        """As `keras.optimizers.Optimizer.apply`, of the gradients over the ranks. Collective."""
-        base: Any = super()
-        given = self._trainable_variables if trainable_variables is None else trainable_variables
-        variables = list(given)
-        return self.hvd.take(self, base.apply, list(grads), variables)
-
-    def register_local_var(self, var: Any) -> None:
-        """Leave this variable's gradient each rank's own."""
-        self.hvd.reduction.leave_local(var)
-
-    _trainable_variables: Any
-
-
 class _Step:
-    """The reduction of the gradients of one or several passes."""
+    """An optimizer's step: the reduction of the gradients of one or several passes."""
 
-    def __init__(self, reduction: GradientReduction, passes: int, factor: float) -> None:
-        self.reduction = reduction
-        self._passes, self._factor = passes, factor
-        self._sums: list[Any] = []
+    def __init__(
+        self, optimizer: Any, reduction: GradientReduction, passes: int, averages: bool
+    ) -> None:
+        self._optimizer, self._apply_own = optimizer, type(optimizer).apply
+        self._reduction, self._passes = reduction, passes
+        self._factor = 1 / passes if averages else 1.0
+        self._sums: dict[int, tuple[Any, Any]] = {}
+        """Each variable that has had a gradient, and the sum since the last step."""
         self._count: Any = None
 
-    def take(self, optimizer: Any, apply: Any, grads: list[Any], variables: list[Any]) -> Any:
-        """Reduce and apply the gradients, or add them up."""
+    def take(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """As `keras.optimizers.Optimizer.apply`, of the gradients over the ranks. Collective."""
+        known = self._optimizer._trainable_variables
+        variables = list(known if trainable_variables is None else trainable_variables)
         if self._passes == 1:
-            return apply(self.reduction.reduce(grads, variables), variables)
-        if not self._sums:
-            with tf.init_scope():
-                if not optimizer.built:
-                    optimizer.build(variables)
-                self._sums = [tf.Variable(tf.zeros(each.shape, each.dtype)) for each in variables]
-                self._count = tf.Variable(0)
-        for total, grad in zip(self._sums, grads, strict=True):
+            return self._apply(list(grads), variables)
+        with tf.init_scope():
+            if not self._optimizer.built:
+                self._optimizer.build(variables)
+            self._count = tf.Variable(0) if self._count is None else self._count
+        for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
-                total.assign_add(tf.convert_to_tensor(grad))
+                self._sum_of(variable).assign_add(tf.convert_to_tensor(grad))
         self._count.assign_add(1)
-        present = [grad is not None for grad in grads]
-        return tf.cond(
-            self._count < self._passes,
-            lambda: tf.cast(optimizer.iterations.assign_add(1), tf.int64) * 0,
-            lambda: self._apply_sums(apply, present, variables),
-        )
+        tf.cond(self._count < self._passes, self._count_only, self._apply_sums)
+        return None
 
-    def _apply_sums(self, apply: Any, present: list[bool], variables: list[Any]) -> Any:
-        sums = [
-            each.value() * self._factor if there else None
-            for each, there in zip(self._sums, present, strict=True)
-        ]
-        apply(self.reduction.reduce(sums, variables), variables)
-        for each in self._sums:
+    def _sum_of(self, variable: Any) -> Any:
+        key = key_of(variable)
+        if key not in self._sums:
+            with tf.init_scope():
+                self._sums[key] = variable, tf.Variable(tf.zeros(variable.shape, variable.dtype))
+        return self._sums[key][1]
+
+    def _count_only(self) -> Any:
+        self._optimizer.iterations.assign_add(1)
+        return tf.constant(0)
+
+    def _apply_sums(self) -> Any:
+        variables, sums = zip(*self._sums.values(), strict=True)
+        self._apply([each.value() * self._factor for each in sums], list(variables))
+        for each in sums:
             each.assign(tf.zeros_like(each))
         self._count.assign(0)
-        return tf.constant(0, tf.int64)
+        return tf.constant(0)
+
+    def _apply(self, grads: list[Any], variables: list[Any]) -> Any:
+        return self._apply_own(self._optimizer, self._reduction.reduce(grads, variables), variables)
 
 
 def load_model(

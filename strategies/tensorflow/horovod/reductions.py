@@ -11,7 +11,13 @@ from collectives import Communicator
 from collectives.horovod.ops import Op, op_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of
 from collectives.reductions.reduction import ReduceOp
-from strategies.tensorflow.horovod.calls import call_alone, call_for_one, reduce_in_one, rows_of
+from strategies.tensorflow.horovod.calls import (
+    call_alone,
+    call_for_one,
+    compare,
+    reduce_in_one,
+    rows_of,
+)
 from strategies.tensorflow.horovod.compression import Compression, Compressor
 from strategies.tensorflow.horovod.movements import allgather
 
@@ -38,8 +44,9 @@ def allreduce(
     none. Raises ValueError for both `average` and `op`, and NotImplementedError for IndexedSlices
     with another op or a factor.
     """
-    given = average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor
-    return grouped_allreduce([tensor], *given, process_set)[0]
+    factors = prescale_factor, postscale_factor
+    comm = ranks_of(process_set)
+    return reduce_all([tensor], op_of(op, average), *factors, comm=comm, compression=compression)[0]
 
 
 def grouped_allreduce(
@@ -56,34 +63,70 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """`allreduce` of many tensors, in few messages."""
-    op, comm = op_of(op, average), ranks_of(process_set)
-    slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
+    factors = prescale_factor, postscale_factor
+    comm = ranks_of(process_set)
+    return reduce_all(tensors, op_of(op, average), *factors, comm=comm, compression=compression)
+
+
+def reduce_all(
+    tensors: Sequence[Any],
+    op: ReduceOp,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    comm: Communicator,
+    compression: Compressor,
+    what: str | None = None,
+) -> list[Any]:
+    """As `grouped_allreduce`. `what` is a text that must be equal on all ranks."""
+    slices = [each for each in tensors if _is_slices(each)]
     plain = [tf.convert_to_tensor(each) for each in tensors if not _is_slices(each)]
     if slices and (op not in _LINEAR or (prescale_factor, postscale_factor) != (1.0, 1.0)):
         raise NotImplementedError(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
+    divides = op is ReduceOp.MEAN and compression.wire_dtype is not None
+    if divides:
+        # Before they are compressed, since their sum might overflow.
+        plain = [_divided(each, comm.size) if each.dtype.is_floating else each for each in plain]
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
-    reduced = _reduced(comm, [sent for sent, _ in pairs], op)
-    results = iter(
+    given = [sent for sent, _ in pairs]
+    reduced = _reduced(comm, given, ReduceOp.SUM if divides else op, what)
+    results = [
         _scaled(compression.decompress(each, kept), postscale_factor)
         for each, (_, kept) in zip(reduced, pairs, strict=True)
-    )
-    joined = iter([_joined_slices(comm, each, op) for each in slices])
-    return [next(joined if _is_slices(each) else results) for each in tensors]
+    ]
+    if divides:
+        whole = [not each.dtype.is_floating for each in results]
+        of_whole = zip(results, whole, strict=True)
+        results = [_divided(each, comm.size) if later else each for each, later in of_whole]
+    of_plain, joined = iter(results), iter([_joined_slices(comm, each, op) for each in slices])
+    return [next(joined if _is_slices(each) else of_plain) for each in tensors]
 
 
-def _reduced(comm: Communicator, tensors: Sequence[Any], op: ReduceOp) -> list[Any]:
+def _divided(tensor: Any, count: int) -> Any:
+    """In the same dtype; integers are rounded towards zero."""
+    wide = tf.float64 if tensor.dtype.is_integer else tensor.dtype
+    return tf.cast(tf.cast(tensor, wide) / tf.cast(count, wide), tensor.dtype)
+
+
+def _reduced(
+    comm: Communicator, tensors: Sequence[Any], op: ReduceOp, what: str | None = None
+) -> list[Any]:
     @tf.custom_gradient
     def reduce(*given: Any) -> Any:
         def gradient(*gradients: Any) -> Any:
             if op not in _LINEAR:
                 raise NotImplementedError(f"allreduce by {op.value}: has no gradient")
-            return _reduced(comm, gradients, op)
+            return _reduced(comm, list(map(tf.convert_to_tensor, gradients)), op)
 
-        return reduce_in_one(comm, given, op), gradient
+        return reduce_in_one(comm, given, op, what), gradient
 
-    return list(reduce(*tensors)) if tensors else []
+    if tensors:
+        return list(reduce(*tensors))
+    if what is not None:
+        compare(comm, what)
+    return []
 
 
 def _is_slices(tensor: Any) -> bool:
@@ -95,9 +138,10 @@ def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp) -> Any:
         return [comm.all_gather(each) for each in arrays]
 
     parts = [tf.convert_to_tensor(each) for each in (slices.values, slices.indices)]
-    values, indices = call_alone(comm, "allreduce", join, parts, list(map(rows_of, parts)))
+    name = "allreduce of IndexedSlices"
+    values, indices = call_alone(comm, name, join, parts, list(map(rows_of, parts)))
     if op is ReduceOp.MEAN:
-        values /= tf.cast(comm.size, values.dtype)
+        values = _divided(values, comm.size)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
@@ -136,7 +180,8 @@ def reducescatter(
             if op not in _LINEAR:
                 raise NotImplementedError(f"reducescatter by {op.value}: has no gradient")
             factor = comm.size if op is ReduceOp.SUM else 1.0
-            return allgather(_scaled(given, factor), process_set=process_set)
+            dense = _scaled(tf.convert_to_tensor(given), factor)
+            return allgather(dense, process_set=process_set)
 
         def call(array: Any) -> Any:
             return comm.reduce_scatter(array, op).astype(array.dtype, copy=False)
@@ -153,12 +198,18 @@ def grouped_reducescatter(
     compression: Compressor = Compression.none,
     op: Op = ReduceOp.MEAN,
     process_set: ProcessSet | None = None,
-    ignore_name_scope: bool = False,
-    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """`reducescatter` of each tensor; the ranks have equally many."""
-    factors = prescale_factor, postscale_factor
-    given = device_dense, compression, op, name, process_set, ignore_name_scope, *factors
-    return [reducescatter(each, *given) for each in tensors]
+    return [
+        reducescatter(
+            each,
+            compression=compression,
+            op=op,
+            process_set=process_set,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        )
+        for each in tensors
+    ]

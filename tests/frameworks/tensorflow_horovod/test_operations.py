@@ -25,6 +25,8 @@ def test_reductions(tf, hvd, comm, compiled):
             "product": hvd.allreduce(x, op=hvd.Product),
             "scaled": hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
             "compressed": hvd.allreduce(x, compression=hvd.Compression.fp16),
+            "large": hvd.allreduce(60000 + x, compression=hvd.Compression.fp16),
+            "compressed, whole": hvd.allreduce(whole, compression=hvd.Compression.fp16),
             "whole": hvd.allreduce(whole),
             "whole, scaled": hvd.allreduce(whole, op=hvd.Sum, postscale_factor=0.5),
             "half": hvd.allreduce(half),
@@ -46,6 +48,8 @@ def test_reductions(tf, hvd, comm, compiled):
         "product": every.prod(0),
         "scaled": 1.5 * sums,
         "compressed": mean,
+        "large": 60000 + mean,
+        "compressed, whole": np.trunc(mean),
         "whole": np.trunc(mean),
         "whole, scaled": np.trunc(sums / 2),
         "half": mean,
@@ -108,6 +112,10 @@ def test_gradients_have_horovods_factors(tf, hvd, comm, compiled):
         "broadcast": lambda x: hvd.broadcast(x, 1),
         "alltoall": lambda x: hvd.alltoall(x, [1] * size)[0],
         "rows": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+        # Of which the gradients are IndexedSlices.
+        "row of average": lambda x: tf.gather(hvd.allreduce(x), [0]),
+        "row of gather": lambda x: tf.gather(hvd.allgather(x[:1]), [comm.size - 1]),
+        "row of broadcast": lambda x: tf.gather(hvd.broadcast(x, 0), [0]),
     }
 
     def program(x):
@@ -127,6 +135,7 @@ def test_gradients_have_horovods_factors(tf, hvd, comm, compiled):
     own = np.zeros(size)
     begin = rank * (rank + 1) // 2
     own[: rank + 1] = total[begin : begin + rank + 1]
+    first = places == 1
     wanted = [
         places * weights.mean(),
         places * weights.sum(),
@@ -134,6 +143,9 @@ def test_gradients_have_horovods_factors(tf, hvd, comm, compiled):
         places * weights.mean() * (rank == 1),
         (rank + 1) * weights,
         weights * size,
+        first * weights.mean(),
+        first * weights.mean() * (rank == size - 1),
+        first * weights.mean() * (rank == 0),
     ]
     for name, got, want in zip(calls, found, wanted, strict=True):
         np.testing.assert_allclose(got, want, err_msg=name)
@@ -143,6 +155,8 @@ def test_calls_that_are_refused_on_every_rank(tf, hvd, comm):
     x = tf.ones([2])
     slices = tf.IndexedSlices(x, [0, 1], [4])
     refused = {
+        "average='name': must be a bool": lambda: hvd.allreduce(x, "name"),
+        "alltoall: a tensor without axes": lambda: hvd.alltoall(tf.constant(1.0)),
         "were both given": lambda: hvd.allreduce(x, average=True, op=hvd.Sum),
         "by Sum or Average": lambda: hvd.allreduce(slices, op=hvd.Max),
         "must have rows": lambda: hvd.reducescatter(tf.constant(1.0)),
@@ -154,7 +168,7 @@ def test_calls_that_are_refused_on_every_rank(tf, hvd, comm):
         "has no gradient": lambda: _gradient_of_max(tf, hvd, x),
     }
     for text, call in refused.items():
-        with pytest.raises((ValueError, NotImplementedError), match=text):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):
             call()
     with pytest.raises(AttributeError, match="use rank"):
         _ = hvd.rank_op
@@ -174,7 +188,9 @@ def test_variables_and_objects(tf, hvd, comm):
     first, second = tf.Variable([comm.rank, 2]), tf.Variable(comm.rank + 0.5)
     hvd.broadcast_variables([first, second], root_rank=1)
     assert ([*first.numpy()], second.numpy()) == ([1, 2], 1.5)
-    assert hvd.allgather_object({"rank": comm.rank})[1] == {"rank": 1}
+    assert hvd.allgather_object({"rank": comm.rank}, None, "name")[1] == {"rank": 1}
+    assert hvd.broadcast_object(comm.rank, 1, None, "name") == 1
+    hvd.broadcast_variables([], 0)
     with pytest.raises(hvd.HorovodInternalError, match="broadcast of"):
         hvd.broadcast_([first, second][: 1 + (comm.rank > 0)], 0)
 

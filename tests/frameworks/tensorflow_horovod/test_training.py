@@ -76,6 +76,7 @@ def test_fit_is_that_of_one_process(tf, hvd, keras, comm, passes, eagerly, tmp_p
 def test_all_ranks_leave_out_a_step_that_overflows_on_one(tf, hvd, keras, comm):
     plain = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
     optimizer = hvd.PartialDistributedOptimizer(plain, op=hvd.Sum)
+    assert optimizer is plain
     weight = keras.Variable(1.0)
     for gradient in (np.inf if comm.rank else 1.0, comm.rank + 1.0):
         optimizer.apply([tf.constant(4.0 * gradient, "float32")], [weight])
@@ -137,6 +138,13 @@ def test_ranks_with_fewer_batches_join(tf, hvd, comm):
 
     for _ in range(2 + comm.rank):
         step()
+    if comm.rank == comm.size - 1:
+        for call in (
+            lambda: hvd.allreduce(tf.IndexedSlices(tf.ones(1), [0])),
+            lambda: hvd.allreduce(tf.ones(1), op=hvd.Max),
+        ):
+            with pytest.raises(NotImplementedError, match="have joined"):
+                call()
     last = hvd.join()
     assert int(last) == comm.size - 1
     hvd.broadcast_variables([weight], int(last))
@@ -195,3 +203,45 @@ def test_wrong_optimizers_are_refused(tf, hvd, keras):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
+    plain = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+
+
+def test_loss_scaling_around_it_is_refused(tf, hvd, keras, comm):
+    model = make_model(keras)
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.raises(ValueError, match="scales losses around"):
+        model.fit(*rows_of(comm.rank), verbose=0, callbacks=[start])
+
+
+def test_passes_belong_to_their_variables(tf, hvd, keras, comm):
+    first, second = keras.Variable(0.0), keras.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=3)
+    optimizer.build([first, second])
+    one, ten = tf.constant(1.0 + comm.rank), tf.constant(10.0)
+    optimizer.apply([one, None], [first, second])
+    optimizer.apply([ten, one], [second, first])
+    assert (float(first), float(second)) == (0, 0)
+    optimizer.apply([ten], [second])
+    np.testing.assert_allclose(first, -(comm.size + 1))
+    assert (float(second), int(optimizer.iterations)) == (-20, 3)
+
+
+def test_gradients_of_other_variables_are_not_mixed(tf, hvd, comm):
+    variables = [tf.Variable(1.0), tf.Variable(2.0)]
+    losses = {
+        "another variable": lambda: 3 * variables[comm.rank > 0],
+        "none": lambda: tf.constant(3.0) if comm.rank else 3 * variables[0],
+        "the same": lambda: (comm.rank + 1) * variables[0],
+    }
+    for name, loss_of in losses.items():
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = loss_of()
+        if name == "the same":
+            assert float(tape.gradient(loss, variables)[0]) == (comm.size + 1) / 2
+            continue
+        with pytest.raises(hvd.HorovodInternalError):
+            tape.gradient(loss, variables)
