@@ -85,23 +85,21 @@ def reduce_all(
         raise NotImplementedError(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
-    divides = op is ReduceOp.MEAN and compression.wire_dtype is not None
-    if divides:
+    floats = all(each.dtype.is_floating for each in plain)
+    if op is ReduceOp.MEAN and floats and compression.wire_dtype is not None:
         # Before they are compressed, since their sum might overflow.
-        plain = [_divided(each, comm.size) if each.dtype.is_floating else each for each in plain]
+        plain, op_of_plain = [_divided(each, comm.size) for each in plain], ReduceOp.SUM
+    else:
+        op_of_plain = op
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
-    reduced = _reduced(comm, given, ReduceOp.SUM if divides else op, what)
-    results = [
+    reduced = _reduced(comm, given, op_of_plain, what)
+    results = iter(
         _scaled(compression.decompress(each, kept), postscale_factor)
         for each, (_, kept) in zip(reduced, pairs, strict=True)
-    ]
-    if divides:
-        whole = [not each.dtype.is_floating for each in results]
-        of_whole = zip(results, whole, strict=True)
-        results = [_divided(each, comm.size) if later else each for each, later in of_whole]
-    of_plain, joined = iter(results), iter([_joined_slices(comm, each, op) for each in slices])
-    return [next(joined if _is_slices(each) else of_plain) for each in tensors]
+    )
+    joined = iter([_joined_slices(comm, each, op) for each in slices])
+    return [next(joined if _is_slices(each) else results) for each in tensors]
 
 
 def _divided(tensor: Any, count: int) -> Any:
