@@ -11,7 +11,7 @@ from tests.slow import slow
 SCRIPT = Path(__file__).with_name("digits.py")
 
 
-@pytest.mark.parametrize("loop", ["fit", *slow("own")])
+@pytest.mark.parametrize("loop", slow("fit", "own"))
 def test_the_script_trains(launch, tmp_path, loop):
     for package in ("tensorflow", "sklearn"):
         pytest.importorskip(package, reason=f"{package} isn't installed")
