@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from collectives.errors import CollectiveError
+from collectives.horovod.absent import absent
 from collectives.horovod.joining import join
 from collectives.horovod.objects import allgather_object, broadcast_object
 from collectives.horovod.process_sets import (
@@ -151,15 +152,6 @@ __all__ = [
     "synchronize",
 ]
 
-_ADVICE = {
-    "Adasum": "use op=Average or op=Sum",
-    "run": "`mpirun -n 2 python train.py` starts the ranks",
-    "elastic": "restart from a checkpoint with any number of ranks",
-    "start_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
-    "stop_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
-}
-
 
 def __getattr__(name: str) -> Any:
-    advice = f": {_ADVICE[name]}" if name in _ADVICE else ""
-    raise AttributeError(f"collectives.torch.horovod has no {name}{advice}")
+    raise absent(__name__, name)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from collectives.errors import DtypeMismatchError
 from collectives.horovod.joining import SERVED, ZEROS, Request
+from collectives.horovod.rows import check_dtypes, lengths_of
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.closures import LOSS
 
@@ -94,22 +94,12 @@ class _GradientTimes(Function):
 
 def parts_of(tensor: Any, splits: Any, size: int) -> Any:
     """The rows for each of `size` ranks."""
-    count = len(tensor)
-    if splits is None:
-        if count % size:
-            raise ValueError(f"{count} rows: must be a multiple of {size}, or splits be given")
-        return tensor.split([count // size] * size)
-    lengths = [int(each) for each in splits]
-    if sum(lengths) != count or len(lengths) != size or min(lengths) < 0:
-        raise ValueError(f"splits={lengths}: must be {size} numbers of rows that add up to {count}")
-    return tensor.split(lengths)
+    return tensor.split(lengths_of(len(tensor), splits, size))
 
 
 def joined(received: Sequence[Any], splits: Any) -> Any:
     """The result of `alltoall`; DtypeMismatchError if the ranks sent different dtypes."""
-    dtypes = [str(each.dtype) for each in received]
-    if len(set(dtypes)) > 1:
-        raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
+    check_dtypes(received)
     rows = torch.cat(list(received))
     if splits is None:
         return rows

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from collectives import CollectiveError, ReduceOp
+from collectives.horovod.absent import absent
 from collectives.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -132,11 +133,6 @@ __all__ = [
 ]
 
 _ADVICE = {
-    "Adasum": "use op=Average or op=Sum",
-    "run": "`mpirun -n 2 python train.py` starts the ranks",
-    "elastic": "restart from a checkpoint with any number of ranks",
-    "start_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
-    "stop_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
     "broadcast_global_variables": "give the variables to `broadcast_variables`",
     "broadcast_object_fn": "use broadcast_object",
     "BroadcastGlobalVariablesHook": "give the variables to `broadcast_variables`",
@@ -148,5 +144,4 @@ _ADVICE = {
 
 
 def __getattr__(name: str) -> Any:
-    advice = f": {_ADVICE[name]}" if name in _ADVICE else ""
-    raise AttributeError(f"strategies.tensorflow.horovod has no {name}{advice}")
+    raise absent(__name__, name, _ADVICE)

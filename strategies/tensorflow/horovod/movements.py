@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from collectives import Communicator, DtypeMismatchError
+from collectives import Communicator
 from collectives.horovod.joining import join as wait_for_all
 from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
+from collectives.horovod.rows import check_dtypes, lengths_of
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.calls import (
     call_alone,
@@ -163,19 +164,9 @@ def alltoall(
 
 
 def _exchange(comm: Communicator, array: Any, lengths: Any) -> tuple[Any, Any]:
-    count, size = len(array), comm.size
-    if not len(lengths):
-        if count % size:
-            raise ValueError(f"{count} rows: must be a multiple of {size}, or splits be given")
-        lengths = np.full(size, count // size)
-    if len(lengths) != size or lengths.sum() != count or lengths.min() < 0:
-        raise ValueError(
-            f"splits={lengths.tolist()}: must be {size} numbers of rows that add up to {count}"
-        )
-    received = comm.all_to_all(np.split(array, np.cumsum(lengths)[:-1]))
-    dtypes = [str(each.dtype) for each in received]
-    if len(set(dtypes)) > 1:
-        raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
+    given = lengths_of(len(array), lengths if len(lengths) else None, comm.size)
+    received = comm.all_to_all(np.split(array, np.cumsum(given)[:-1]))
+    check_dtypes(received)
     return np.concatenate(received), np.array(list(map(len, received)), np.int32)
 
 
