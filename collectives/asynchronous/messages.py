@@ -275,7 +275,7 @@ class Messages:
         common = self._engine.wait_policy
         wait_policy = common.for_single_wait(transfer.call, common.deadline)
         wait_policy.check_alive, wait_policy.before_raise = common.check_alive, common.before_raise
-        wait_policy.call.line, wait_policy.call.scope = transfer.line, common.call.scope
+        wait_policy.line, wait_policy.call.scope = transfer.line, common.call.scope
         return wait_policy
 
     def _work(self) -> None:

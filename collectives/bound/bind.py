@@ -168,7 +168,7 @@ def _made_between_nodes(
             return
         exchange.source, exchange.target = source, target
         try:
-            check.check_word(signature, base, None, exchange)
+            check.check_word(signature, base, exchange)
         finally:
             # The arrays are the caller's: they live no longer than it wants.
             exchange.source = exchange.target = None

@@ -124,7 +124,7 @@ def _of_a_follower(
             if fence is not None:
                 fence()
         else:
-            check_counted(signature, word, None, None)
+            check_counted(signature, word)
         out[...] = results[parity]
 
     return move
@@ -158,14 +158,14 @@ def _of_a_leader(
             fence()
         own[ARRIVALS[parity]] = word
         if not (swaps and collect_soon(word, sequence) and on_time()):
-            check_counted(signature, word, None, exchange)
+            check_counted(signature, word, exchange)
         elif not (swap(word, exchange) and complete(number)):
-            check_counted(signature, word, None, exchange, swapped=True)
+            check_counted(signature, word, exchange, swapped=True)
         else:
             take(exchange)
             publish_verdict(ALIKE, sequence)
             if not end_swap():
-                waiting.what, waiting.sequence, waiting.line = signature, sequence, None
+                waiting.what, waiting.sequence = signature, sequence
                 nodes_check.wait_until_sent(number)
                 verdicts.publish_missing([])
         out[...] = results[parity]
@@ -191,7 +191,7 @@ def _between_lone_ranks(
             exchange.source, exchange.target = array.reshape(-1), out.reshape(-1)
             check.sequence = sequence
             word = base | sequence & SEQUENCE_MASK
-            check.check_counted(signature, word, None, exchange, swapped=swapped)
+            check.check_counted(signature, word, exchange, swapped=swapped)
         finally:
             # The arrays are the caller's: they live no longer than it wants.
             exchange.source = exchange.target = None
@@ -245,7 +245,7 @@ def _in_one_message(
         else:
             errstate(fold, theirs, own, out)
         if not rounds.end_swap():
-            waiting.what, waiting.sequence, waiting.line = signature, sequence, None
+            waiting.what, waiting.sequence = signature, sequence
             nodes_check.wait_until_sent(number)
 
     return move

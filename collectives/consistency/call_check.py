@@ -64,21 +64,15 @@ class CallCheck:
             return False
         return intents.all_come(self.node_barrier.memory, self.sequence + 1, seconds)
 
-    def check(self, signature: Signature, line: str | None = None) -> None:
+    def check(self, signature: Signature) -> None:
         """Return when every rank has made this call.
 
         Raises a MismatchError on every rank if the ranks made different calls, which are over then.
         Raises DeadlineExceededError if not all arrived in time: the call counts as not made.
         """
-        self.check_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS, line)
+        self.check_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS)
 
-    def check_word(
-        self,
-        signature: Signature,
-        base: int,
-        line: str | None = None,
-        exchange: Exchange | None = None,
-    ) -> None:
+    def check_word(self, signature: Signature, base: int, exchange: Exchange | None = None) -> None:
         """Like `check`, for a caller that has already shifted the fingerprint to its position.
 
         Data that the nodes exchange with it may be read from then on until the next call.
@@ -86,18 +80,17 @@ class CallCheck:
         sequence = self.sequence + 1
         if exchange is not None:
             call = self._wait_policy.call
-            call.what, call.sequence, call.line = signature, sequence, line
+            call.what, call.sequence = signature, sequence
             exchange.store(sequence & 1)
         # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence
-        self.check_counted(signature, base | sequence & SEQUENCE_MASK, line, exchange)
+        self.check_counted(signature, base | sequence & SEQUENCE_MASK, exchange)
 
     def check_counted(
         self,
         signature: Signature,
         word: int,
-        line: str | None,
-        exchange: Exchange | None,
+        exchange: Exchange | None = None,
         *,
         swapped: bool = False,
     ) -> None:
@@ -107,7 +100,7 @@ class CallCheck:
         """
         sequence, wait_policy = self.sequence, self._wait_policy
         call = wait_policy.call
-        call.what, call.sequence, call.line = signature, sequence, line
+        call.what, call.sequence = signature, sequence
         try:
             if self._alone is None:
                 alike = self._check(word, sequence, exchange, swapped)
@@ -123,7 +116,7 @@ class CallCheck:
     def check_at(self, signature: Signature, word: int, sequence: int) -> None:
         """Like `check`, on one node, for a caller that has counted the call and stored its word."""
         call = self._wait_policy.call
-        call.what, call.sequence, call.line = signature, sequence, None
+        call.what, call.sequence = signature, sequence
         assert self.node_barrier is not None
         try:
             alike = self.node_barrier.wait_for_all(word, sequence)

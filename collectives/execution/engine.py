@@ -71,16 +71,11 @@ class Engine(CallScope):
         self._chosen: LRU[tuple[Any, ...], str] = LRU()
         self._paths: LRU[tuple[str, ReduceOp | None, np.dtype[Any]], dict[str, Path]] = LRU()
 
-    def perform(
-        self, signature: Signature, run: Callable[[Engine], Any], line: str | None = None
-    ) -> Any:
-        """Agree on a call with all ranks and run it to its end, before any other.
+    def perform(self, signature: Signature, run: Callable[[Engine], Any]) -> Any:
+        """Agree on a call with all ranks and run it to its end, before any other."""
+        return self.whole(self._perform, signature, run)
 
-        `line` is where the user made the call, if that was in another thread.
-        """
-        return self.whole(self._perform, signature, line, run)
-
-    def _perform(self, signature: Signature, line: str | None, run: Callable[[Engine], Any]) -> Any:
+    def _perform(self, signature: Signature, run: Callable[[Engine], Any]) -> Any:
         if self.broken is not None:
             raise self.refusal()
         check, start = self.call_check, clock()
@@ -88,7 +83,7 @@ class Engine(CallScope):
         self.path = ""
         try:
             if check is not None:
-                check.check(signature, line)
+                check.check(signature)
             return run(self)
         finally:
             number = 0 if check is None else check.sequence

@@ -196,9 +196,10 @@ class ProgressThread:
 
     def _end(self, engine: Engine) -> None:
         """Close the engine once the other ranks' threads have no calls left either."""
+        engine.wait_policy.line = "the end of the communicator"
         while engine.broken is None and not self._transport.ended:
             try:
-                engine.perform(_CLOSE, Engine.close, "the end of the communicator")
+                engine.perform(_CLOSE, Engine.close)
             except MismatchError:
                 # Another rank made an asynchronous call that this one did not, and has its error.
                 continue
@@ -210,14 +211,14 @@ class ProgressThread:
         """Run one job; False at the end. No reference to the job remains while the thread waits."""
         job = self._jobs.get()
         if job is not None:
-            engine.wait_policy.deadline = self._policy.deadline
+            engine.wait_policy.deadline, engine.wait_policy.line = self._policy.deadline, job.line
             if job.tuned is not None and job.tuned[0] is not engine.costs:
                 engine.use(*job.tuned)
             ends = job.operation.signature is _END
             with engine.wait_policy.no_longer_than(_RETRY_SECONDS if ends else None):
                 # The final call needs no shared memory, which is not created at this time.
                 if ends or self._settle(engine, job):
-                    run_into(job.future, engine, job.operation, job.number, job.line)
+                    run_into(job.future, engine, job.operation, job.number)
         goes_on = job is not None
         # The traceback of the call's error holds this frame, too.
         del job
@@ -231,7 +232,6 @@ class ProgressThread:
             engine.perform(
                 Signature("start of asynchronous calls", scope=str(job.operation.signature)),
                 lambda engine: nodes.settle(engine, self._topology),
-                job.line,
             )
         except BaseException as error:
             failures.fail(job.future, error, job.number)
@@ -252,16 +252,10 @@ class _Job(NamedTuple):
     """Of `Failures.begin`."""
 
 
-def run_into(
-    future: Future[Any],
-    engine: Engine,
-    operation: Operation,
-    number: int,
-    line: str | None = None,
-) -> None:
+def run_into(future: Future[Any], engine: Engine, operation: Operation, number: int) -> None:
     """Run the operation of that number and store its result or exception in the future."""
     try:
-        result = engine.perform(operation.signature, operation.run, line)
+        result = engine.perform(operation.signature, operation.run)
     except BaseException as error:
         failures.fail(future, error, number)
     else:

@@ -62,7 +62,6 @@ class WaitingCall:
     """The call; messages show its `str`."""
     sequence: int | None = None
     """The call's number, or None for what has none, such as a message between two ranks."""
-    line: str | None = None
     scope: str | None = None
     """Name of the enclosing operation, where it has one."""
 
@@ -85,7 +84,7 @@ class WaitPolicy:
         """Moves messages in transit on; a longer wait calls it from time to time."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
         self.line: str | None = None
-        """Where the user made a call that another thread makes, and that has no line of its own."""
+        """Where the user made a call that another thread makes."""
         self.limit: float | None = None
         """Of `no_longer_than`, until every rank has arrived; its caller then repeats the call."""
 
@@ -211,7 +210,7 @@ class WaitPolicy:
 
     def current_line(self) -> str:
         """File and line of the user's call that waits."""
-        return self.call.line or self.line or calling_line()
+        return self.line or calling_line()
 
 
 def calling_line(frame: FrameType | None = None) -> str:

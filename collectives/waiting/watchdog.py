@@ -58,11 +58,7 @@ class Watchdog:
             return
         call = self._wait_policy.call
         frame: FrameType | None = sys._current_frames().get(self._thread)
-        line = (
-            call.line
-            or self._wait_policy.line
-            or (calling_line(frame) if frame else "unknown line")
-        )
+        line = self._wait_policy.line or (calling_line(frame) if frame else "unknown line")
         self._end(
             f"{call}, was inside the MPI library for the deadline of"
             f" {deadline:g} s, from which no error can be raised: the job ends ({line})"

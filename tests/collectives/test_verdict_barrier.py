@@ -148,5 +148,5 @@ def test_a_node_whose_data_may_be_in_use_stays_committed(pair, withdrawn):
     check.nodes_check, check.sequence = SimpleNamespace(agree=agree), SEQUENCE
     other.arrive(WORD, SEQUENCE)
     with pytest.raises(DeadlineExceededError):
-        check.check_counted(None, WORD, None, None)
+        check.check_counted(None, WORD)
     assert other._withdraw_leader(WORD, SEQUENCE) is withdrawn
