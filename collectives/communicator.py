@@ -10,14 +10,12 @@ import numpy as np
 from collectives.asynchronous.collectives import AsynchronousCollectives
 from collectives.asynchronous.point_to_point import PointToPointCalls
 from collectives.bound.persistent import PersistentCalls
-from collectives.calls import PASS, allocation, movements, objects, reductions, scans
-from collectives.calls.all_to_all import all_to_all
+from collectives.calls import PASS, allocation, objects
 from collectives.calls.mailboxes import open_mailbox
 from collectives.diagnostics.methods import Diagnostics
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.messaging.mailbox import Mailbox
-from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import ReduceOp
 
 
@@ -66,11 +64,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
                 bound = None
             if bound is not None and (result := bound(array, out)) is not PASS:
                 return result
-        if algorithm is None and (got := self._cached.all_reduce(array, op, out, what)) is not PASS:
-            return got
-        return self._perform(
-            reductions.all_reduce, array, op, out=out, algorithm=algorithm, what=what
-        )
+        return self._cached.all_reduce(array, op, out, algorithm, what)
 
     def reduce(
         self,
@@ -82,20 +76,14 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         algorithm: str | None = None,
     ) -> Any:
         """Like `all_reduce`, but only the root returns the result; None on other ranks."""
-        root = self._root(root)
-        if algorithm is None and (got := self._cached.reduce(array, op, root, out)) is not PASS:
-            return got
-        return self._perform(reductions.reduce, array, op, root=root, out=out, algorithm=algorithm)
+        return self._cached.reduce(array, op, self._root(root), out, algorithm)
 
     def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
         """Copy the root's array into the other ranks' arrays, of equal shape and dtype; return it.
 
         Raises ValueError if this rank is not the root and its array is read-only.
         """
-        root = self._root(root)
-        if algorithm is None and (got := self._cached.broadcast(array, root)) is not PASS:
-            return got
-        return self._perform(movements.broadcast, array, root=root, algorithm=algorithm)
+        return self._cached.broadcast(array, self._root(root), algorithm)
 
     def all_gather(
         self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
@@ -106,9 +94,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row. `out`
         receives the result; ValueError on every rank if it has another length.
         """
-        if algorithm is None and (got := self._cached.all_gather(array, axis, out)) is not PASS:
-            return got
-        return self._perform(movements.all_gather, array, axis=axis, out=out, algorithm=algorithm)
+        return self._cached.all_gather(array, axis, out, algorithm)
 
     def gather(
         self,
@@ -123,12 +109,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         `out` counts on the root alone.
         """
-        root = self._root(root)
-        if algorithm is None and (got := self._cached.gather(array, root, axis, out)) is not PASS:
-            return got
-        return self._perform(
-            movements.gather, array, root=root, axis=axis, out=out, algorithm=algorithm
-        )
+        return self._cached.gather(array, self._root(root), axis, out, algorithm)
 
     def scatter(
         self,
@@ -145,11 +126,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         receives the block; a rank whose `out` has another shape or dtype raises ValueError or
         TypeError by itself, after the call: the other ranks have their blocks.
         """
-        if algorithm is None:
-            return self._cached.scatter(array, self._root(root), axis, out)
-        return self._perform(
-            movements.scatter, array, root=root, axis=axis, out=out, algorithm=algorithm
-        )
+        return self._cached.scatter(array, self._root(root), axis, out, algorithm)
 
     def reduce_scatter(
         self,
@@ -161,13 +138,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         algorithm: str | None = None,
     ) -> Any:
         """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
-        if algorithm is None:
-            got = self._cached.reduce_scatter(array, op, axis, out)
-            if got is not PASS:
-                return got
-        return self._perform(
-            reductions.reduce_scatter, array, op, axis=axis, out=out, algorithm=algorithm
-        )
+        return self._cached.reduce_scatter(array, op, axis, out, algorithm)
 
     def scan(
         self,
@@ -181,9 +152,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
         """
-        if algorithm is None and (got := self._cached.scan("scan", array, op, out)) is not PASS:
-            return got
-        return self._perform(scans.scan, array, op, out=out, algorithm=algorithm)
+        return self._cached.scan(array, op, out, algorithm)
 
     def exscan(
         self,
@@ -199,9 +168,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         "bitwise_xor", 1 for "product", all bits set for "bitwise_and", the largest value or
         infinity for "min", the smallest or minus infinity for "max".
         """
-        if algorithm is None and (got := self._cached.scan("exscan", array, op, out)) is not PASS:
-            return got
-        return self._perform(scans.exscan, array, op, out=out, algorithm=algorithm)
+        return self._cached.exscan(array, op, out, algorithm)
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Send arrays[i] to rank i; return a list of the received arrays, entry i from rank i.
@@ -211,11 +178,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         raises a MismatchError if what it received differs from its own parts in shape or dtype, or
         has a dtype that its arrays' library lacks.
         """
-        if not hasattr(arrays, "shape"):
-            arrays = check_list("arrays", arrays)
-        if algorithm is None and (got := self._cached.all_to_all(arrays, out)) is not PASS:
-            return got
-        return self._perform(all_to_all, arrays, out=out, algorithm=algorithm)
+        return self._cached.all_to_all(arrays, out, algorithm)
 
     def all_reduce_many(
         self,
@@ -239,8 +202,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
-        if self._cached.barrier(what) is PASS:
-            self._perform(reductions.barrier, what)
+        self._cached.barrier(what)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -78,8 +78,8 @@ class Group(Deferred):
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
-        self._cached = CallCache(self._engine, self._check_open)
-        self._bound = self._cached.known
+        self._cached = CallCache(self._engine, self._check_open, self._run)
+        self._bound = self._engine.bound_calls
         self._plans = Many(self._engine)
         self._many = ManyReducer(self._engine, self._plans)
         self._many_on_gpus = ManyOnGpus(self._engine, self._devices)
@@ -269,11 +269,8 @@ class Group(Deferred):
         signature = operation.signature
         if operation.on_gpu:
             self._devices.check_call(signature)
-            signature = signature.on_gpu()
-        return self._engine.perform(signature, operation.run)
-
-    def _perform(self, make: Callable[..., Operation], *arguments: Any, **named: Any) -> Any:
-        return self._run(make(self._engine, *arguments, **named))
+            operation = operation._replace(signature=signature.on_gpu())
+        return operation.perform(self._engine)
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         self._check_open()

@@ -42,9 +42,9 @@ COLLECTIVES = {
     "launching": {"errors", "waiting"},
     "diagnostics": {"bound", "calls", "consistency", "execution", "reductions", "schedules"}
     | {"shm", "transports"},
-    "bound": {"arrays", "caching", "calls", "consistency", "cuda", "execution", "reductions"}
-    | {"schedules", "shm"},
-    "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
+    "bound": {"algorithms", "arrays", "caching", "calls", "consistency", "cuda", "execution"}
+    | {"reductions", "schedules", "shm"},
+    "calls": {"arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},
     "execution": {"algorithms", "analysis", "arrays", "caching", "consistency", "cuda"}

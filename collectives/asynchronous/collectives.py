@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec
 
-from collectives.bound.call_cache import CallCache
-from collectives.calls import Operation, movements, reductions, scans
-from collectives.calls.all_to_all import all_to_all
+from collectives.bound import reductions
+from collectives.bound.all_gather import all_gather, gather
+from collectives.bound.all_to_all import all_to_all
+from collectives.bound.broadcast import broadcast
+from collectives.bound.call_cache import CallCache, barrier
+from collectives.bound.scatter import scatter
+from collectives.calls import Operation
 from collectives.calls.many import Many
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices
@@ -101,21 +105,21 @@ class AsynchronousCollectives:
     """Start a `reduce`."""
     reduce_scatter_async = _asynchronous(reductions.reduce_scatter, bound_on_gpus=True)
     """Start a `reduce_scatter`."""
-    broadcast_async = _asynchronous(movements.broadcast, bound_on_gpus=True)
+    broadcast_async = _asynchronous(broadcast, bound_on_gpus=True)
     """Start a `broadcast`."""
-    all_gather_async = _asynchronous(movements.all_gather, bound_on_gpus=True)
+    all_gather_async = _asynchronous(all_gather, bound_on_gpus=True)
     """Start an `all_gather`."""
-    gather_async = _asynchronous(movements.gather)
+    gather_async = _asynchronous(gather)
     """Start a `gather`."""
-    scatter_async = _asynchronous(movements.scatter)
+    scatter_async = _asynchronous(scatter)
     """Start a `scatter`. TypeError on every rank if the root's array lies on a GPU."""
-    scan_async = _asynchronous(scans.scan)
+    scan_async = _asynchronous(reductions.scan)
     """Start a `scan`."""
-    exscan_async = _asynchronous(scans.exscan)
+    exscan_async = _asynchronous(reductions.exscan)
     """Start an `exscan`."""
     all_to_all_async = _asynchronous(all_to_all)
     """Start an `all_to_all`."""
-    barrier_async = _asynchronous(reductions.barrier)
+    barrier_async = _asynchronous(barrier)
     """Start a `barrier` between asynchronous calls: it is done once every rank has started it."""
 
     def all_reduce_many_async(

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from collectives import algorithms
+from collectives.arrays.kinds import after_reading, copied, is_device, like, may_overlap, to_array
+from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.bound.bind import bind
+from collectives.bound.calls import Bound, bound_operation
 from collectives.bound.rows import rows_of_all
 from collectives.caching import LRU
-from collectives.calls import PASS
-from collectives.calls.arguments import contiguous_apart
-from collectives.calls.counts import check_room
-from collectives.consistency.signature import Signature
+from collectives.calls import PASS, Operation
+from collectives.calls.arguments import Rows, contiguous_apart
+from collectives.calls.counts import ANY_ROOM, check_room, counts_of_all
+from collectives.calls.movements import rows_of, signature_of
+from collectives.consistency.signature import Signature, check_index
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm.selector import PathSelector
@@ -30,23 +36,28 @@ def bind_all_gather(
     room: int,
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
+    algorithm: str | None = None,
 ) -> Callable[[Array, Array | None], Any]:
     """The function (array, out) → the joined rows, each of shape `rest`.
 
     The signature is that of an all_gather, or of a gather, whose root alone gets them: the other
     ranks get None. This rank gives `count` rows. `out` has `room` rows: ValueError on every rank if
     that is not the sum (`check_room`). PASS where it can't take them as they come. The result has
-    its final shape before the call ends, as of `bound.many`.
+    its final shape before the call ends, as of `bound.many`. A forced algorithm moves all rows
+    itself.
     """
     collective, root = signature.collective, signature.root or 0
     receives, paths = signature.root in (None, engine.rank), engine.paths(collective, None, _BYTES)
     row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
     chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
-    rows_of_ranks = rows_of_all(engine, count, room, rest, dtype)
+    forced = algorithm is not None
+    rows_of_ranks = rows_of_all(engine, count, room, rest, dtype, travel=not forced)
     copies = rows_of_ranks.copies
 
     def choose(total: int) -> tuple[str, Path | None, bool]:
         """The path of so many bytes, and whether it uses the exchanged addresses."""
+        if forced:
+            return "", None, False
         name = engine.choose(collective, total, paths) if engine.size > 1 else ""
         path = paths.get(name)
         return name, path, isinstance(path, PathSelector) and path.exchanges(total)
@@ -84,7 +95,8 @@ def bind_all_gather(
         # Of a gather only the root has another target than the source.
         filled = sent if joined is None else joined.reshape(-1).view(_BYTES)
         if path is None:
-            engine.run(collective, sent, filled, lengths=lengths, root=root)
+            how = {"lengths": lengths, "root": root, "algorithm": algorithm}
+            engine.run(collective, sent, filled, **how)
         elif addressed and index is not None:
             engine.path = errstate(path.run, addresses, total, sent, filled, lengths, root)
         else:
@@ -105,3 +117,93 @@ def bind_all_gather(
         return call(array if copies else contiguous_apart(array, out), out)
 
     return call_with
+
+
+def all_gather(
+    engine: Engine, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
+) -> Operation:
+    """All ranks' arrays, joined along the axis in rank order."""
+    return _join("all_gather", engine, array, axis, out, algorithm, None)
+
+
+def gather(
+    engine: Engine,
+    array: Any,
+    *,
+    root: int = 0,
+    axis: int = 0,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Operation:
+    """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
+    root = check_index("root", root, engine.size)
+    return _join("gather", engine, array, axis, out, algorithm, root)
+
+
+def _join(
+    collective: str,
+    engine: Engine,
+    array: Any,
+    axis: Any,
+    out: Any,
+    algorithm: str | None,
+    root: int | None,
+) -> Operation:
+    """all_gather, or gather to a root."""
+    algorithms.check_name(collective, algorithm)
+    rows = Rows(to_array(array), axis)
+    receives = root in (None, engine.rank)
+    if not receives:
+        out = None
+    if out is None or root is not None:
+        refuse_lost_gradient(array, "array")
+    room = ANY_ROOM if out is None else rows_of(out, rows)
+    signature = signature_of(collective, rows, root, algorithm)
+    if is_device(rows.flat):
+        run = partial(_join_on_gpu, signature, rows, array, out, room, algorithm, receives)
+        return Operation(signature, run, on_gpu=True)
+    output = None if out is None else rows.output(out, room, rows.dtype, array)
+    target = None if output is None else output.buffer.reshape(room, *rows.rest)
+
+    def bind(engine: Engine) -> Bound:
+        return bind_all_gather(
+            engine, signature, rows.count, room, rows.rest, rows.dtype, algorithm
+        )
+
+    def deliver(joined: Array | None) -> Any:
+        if output is not None:
+            return output.deliver()
+        return None if joined is None else like(array)(rows.array(joined, len(joined)))
+
+    shape = rows.count, *rows.rest
+    key = collective, rows.dtype, shape, room, rows.axis, root
+    source = rows.flat.reshape(shape)
+    return bound_operation(signature, key, bind, source, target, deliver, algorithm)
+
+
+def _join_on_gpu(
+    signature: Signature,
+    rows: Rows,
+    array: Any,
+    out: Any,
+    room: int,
+    algorithm: str | None,
+    receives: bool,
+    engine: Engine,
+) -> Any:
+    """As `_join`: the numbers of rows are exchanged first."""
+    counts = counts_of_all(engine, rows.count, room)
+    lengths, root = [count * rows.elements for count in counts], signature.root or 0
+    source = target = rows.flat
+    result = rows.output(out, sum(counts), rows.dtype, array) if receives else None
+    if result is not None:
+        target = result.buffer
+        if may_overlap(source, target):
+            source = copied(source)
+    engine.run(
+        signature.collective, source, target, lengths=lengths, root=root, algorithm=algorithm
+    )
+    if result is not None:
+        return result.deliver()
+    after_reading(array)
+    return None

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from collectives.arrays.kinds import to_array
+from collectives import algorithms
+from collectives.arrays.kinds import is_device, to_array
 from collectives.bound.bind import Call, Run, bind
+from collectives.bound.calls import bound_operation
 from collectives.bound.rows import rows_between_nodes
 from collectives.bound.small import DATA, node_of_all
-from collectives.calls import PASS
-from collectives.calls.all_to_all import exchange, exchange_bytes, store, writer
+from collectives.calls import PASS, Operation
+from collectives.calls.all_to_all import (
+    Parts,
+    exchange,
+    exchange_between_gpus,
+    exchange_bytes,
+    store,
+    writer,
+)
 from collectives.calls.arguments import contiguous_apart
-from collectives.consistency.signature import Signature, dtype_name, fingerprint
+from collectives.consistency.signature import Signature, dtype_name, fingerprint, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import NATIVE, QUICKEST, STAGED
@@ -49,6 +59,11 @@ def bind_differing(engine: Engine, nbytes: int) -> Call:
         return exchange(engine, arrays)
 
     return bind(engine, signature, run, exchange=rows.exchange)
+
+
+def bind_forced(engine: Engine, signature: Signature, algorithm: str) -> Call:
+    """The function (arrays, None) → the received arrays, which the algorithm moves."""
+    return bind(engine, signature, lambda arrays, *_: exchange(engine, arrays, algorithm))
 
 
 def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Call:
@@ -217,3 +232,47 @@ def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:
     received = exchange_bytes(engine, [writer(part) for part in outgoing], lengths, lengths)
     for peer in range(engine.size):
         incoming[peer] = outgoing[rank] if peer == rank else received[peer]
+
+
+def all_to_all(
+    engine: Engine, arrays: Any, *, out: Any = None, algorithm: str | None = None
+) -> Operation:
+    """Send arrays[i] to rank i; entry i of the result was sent by rank i."""
+    algorithms.check_name("all_to_all", algorithm)
+    parts, name = Parts(arrays, engine.size, out), "all_to_all"
+    given, nbytes, first = parts.arrays, parts.nbytes, parts.arrays[0]
+    signature = Signature(name, detail=forced(algorithm), nbytes=nbytes)
+    devices = list(map(is_device, given))
+    if any(devices):
+        if not all(devices):
+            raise TypeError(
+                "arrays: some lie on a GPU, some on the CPU: must all lie in the same memory"
+            )
+
+        def run(engine: Engine) -> Any:
+            return parts.deliver(exchange_between_gpus(engine, given, algorithm))
+
+        return Operation(signature, run, on_gpu=True)
+    if algorithm is not None:
+        bind = partial(bind_forced, signature=signature, algorithm=algorithm)
+        key: tuple[Any, ...] = (name, nbytes)
+        return bound_operation(signature, key, bind, given, None, parts.deliver, algorithm)
+    if parts.whole is not None:
+        whole, output = parts.whole
+        key = name, "equal", whole.dtype, whole.shape, None
+        bind = partial(bind_equal, shape=whole.shape, dtype=whole.dtype)
+        target = output.buffer.reshape(whole.shape)
+        return bound_operation(signature, key, bind, whole, target, lambda _: output.deliver())
+    if not parts.alike:
+        bind = partial(bind_differing, nbytes=nbytes)
+        return bound_operation(signature, (name, nbytes), bind, given, None, parts.deliver)
+    # In the dtype that other ranks send, also where NumPy would choose another.
+    source = np.concatenate([array.reshape(-1) for array in given], dtype=first.dtype)
+    received = np.empty((len(given), *first.shape), first.dtype)
+
+    def deliver(differing: Any) -> Any:
+        return parts.deliver(differing or [received[peer, ...] for peer in range(len(given))])
+
+    key = name, None, source.dtype, first.shape, None
+    bind = partial(bind_all_to_all, shape=first.shape, dtype=source.dtype)
+    return bound_operation(signature, key, bind, source, received.reshape(-1), deliver)

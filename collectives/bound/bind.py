@@ -8,24 +8,12 @@ library, are made contiguous first (`bound.calls`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.bound.between_nodes import (
-    StagedExchange,
-    exchanged_reduction,
-    staged_reduction,
-)
-from collectives.bound.exchanged import bind_exchanged
-from collectives.bound.small import (
-    DATA,
-    bind_small,
-    node_of_all,
-    small_reduction,
-)
+from collectives.bound.small import DATA, node_of_all
 from collectives.calls import PASS
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import Exchange
@@ -34,7 +22,7 @@ from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.execution.executor import PlanKey
 from collectives.reductions.reduction import Array, ReduceOp
-from collectives.schedules.paths import DISSEMINATION, SHARED
+from collectives.schedules.paths import DISSEMINATION, FORCED, SHARED
 from collectives.shm.addresses import Publish
 from collectives.shm.layout import ARRIVALS
 from collectives.shm.node import Node
@@ -176,30 +164,6 @@ def _made_between_nodes(
     return make
 
 
-def bind_all_reduce(
-    engine: Engine, signature: Signature, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Callable[[Array, Any], Any]:
-    """The function (array, out) → result; `dtype` is that of the fold.
-
-    `array` is any NumPy array of the shape whose elements are converted to the dtype. PASS where
-    `out` can't take the result as it comes.
-    """
-    count = math.prod(shape)
-    small = small_reduction(engine, op, dtype, count * dtype.itemsize)
-    if small is not None:
-        return bind_small(engine, signature, small, shape)
-    exchanged = exchanged_reduction(engine, "all_reduce", op, dtype, count * dtype.itemsize)
-    if exchanged is not None:
-        return bind_exchanged(engine, signature, exchanged, shape)
-    staged = staged_reduction(engine, op, dtype, count * dtype.itemsize)
-    if staged is not None:
-        exchange = StagedExchange(engine, staged, count)
-        call = bind(engine, signature, exchange.deliver, exchange=exchange)
-        return of_shape(call, shape, dtype)
-    run, publish = component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
-    return of_shape(bind(engine, signature, run, publish), shape, dtype)
-
-
 def of_shape(
     call: Call,
     shape: tuple[int, ...],
@@ -251,21 +215,30 @@ def component(
     nbytes: int,
     lengths: Sequence[int] = (),
     root: int = 0,
+    algorithm: str | None = None,
 ) -> tuple[Run, Publish | None]:
     """What moves and folds the data of a collective of so many bytes, and what it publishes."""
     paths, errstate = engine.paths(collective, op, dtype), engine.errstate.run
-    name = engine.choose(collective, nbytes, paths) if engine.size > 1 else ""
-    path = paths.get(name)
+    name = algorithm or engine.choose(collective, nbytes, paths) if engine.size > 1 else ""
+    path = paths.get(name) if algorithm is None else None
 
     if path is None:
-        if name and not lengths:
+        if name and name not in FORCED and not lengths:
             key = PlanKey(collective, name, nbytes // dtype.itemsize, dtype, op, root, False)
             bound = engine.bind_schedule(key)
             if bound is not None:
                 return bound, None
 
         def run(source: Array | None, target: Array, index: int | None) -> None:
-            engine.run(collective, source, target, lengths=lengths or None, op=op, root=root)
+            engine.run(
+                collective,
+                source,
+                target,
+                lengths=lengths or None,
+                op=op,
+                root=root,
+                algorithm=algorithm,
+            )
 
         return run, None
 

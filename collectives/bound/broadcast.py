@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from collectives import algorithms
+from collectives.arrays.kinds import is_device, to_array
 from collectives.bound.bind import Call, Run, bind, component
+from collectives.bound.calls import Bound, bound_operation, operation_on_gpu
 from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
 from collectives.bound.small import DATA, node_of_all, nothing
-from collectives.calls import PASS
-from collectives.consistency.signature import Signature
+from collectives.calls import PASS, Operation
+from collectives.calls.movements import broadcast_output, broadcast_signature
+from collectives.consistency.signature import Signature, check_index
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm import migratory
@@ -24,11 +28,20 @@ _BYTES = np.dtype(np.uint8)
 
 
 def bind_broadcast(
-    engine: Engine, signature: Signature, dtype: np.dtype[Any], shape: tuple[int, ...], root: int
+    engine: Engine,
+    signature: Signature,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    root: int,
+    algorithm: str | None = None,
 ) -> Call:
-    """The function (None, array): the root's content in every rank's array; PASS where it can't."""
-    most, on_root, nbytes = room_of_row(engine, 1), engine.rank == root, signature.nbytes
-    small = small_broadcast(engine, dtype, shape, root)
+    """The function (None, array): the root's content in every rank's array; PASS where it can't.
+
+    A forced algorithm moves all data itself.
+    """
+    forced, on_root, nbytes = algorithm is not None, engine.rank == root, signature.nbytes
+    most = -1 if forced else room_of_row(engine, 1)
+    small = None if forced else small_broadcast(engine, dtype, shape, root)
     if small is not None:
         call = bind(engine, signature, *small)
     elif 0 < nbytes <= most:
@@ -40,7 +53,7 @@ def bind_broadcast(
 
         call = bind(engine, signature, take, exchange=rows)
     else:
-        run, publish = component(engine, "broadcast", None, _BYTES, nbytes, (), root)
+        run, publish = component(engine, "broadcast", None, _BYTES, nbytes, (), root, algorithm)
         call = bind(engine, signature, run, publish)
     whole = small is not None
 
@@ -84,3 +97,26 @@ def small_broadcast(
             take(index)
 
     return (nothing, publish) if engine.rank == root else (run, None)
+
+
+def broadcast(
+    engine: Engine, array: Any, *, root: int = 0, algorithm: str | None = None
+) -> Operation:
+    """The root's content in every rank's array."""
+    root = check_index("root", root, engine.size)
+    algorithms.check_name("broadcast", algorithm)
+    given = to_array(array)
+    output = broadcast_output(given, array, on_root=engine.rank == root)
+    signature, buffer = broadcast_signature(given, root, algorithm), output.buffer
+    if is_device(given):
+        how = {"root": root, "algorithm": algorithm}
+        return operation_on_gpu(signature, None, buffer, output.deliver, **how)
+
+    def bind(engine: Engine) -> Bound:
+        return bind_broadcast(engine, signature, given.dtype, given.shape, root, algorithm)
+
+    key = "broadcast", None, given.dtype, given.shape, root
+    target = buffer.reshape(given.shape)
+    return bound_operation(
+        signature, key, bind, None, target, lambda _: output.deliver(), algorithm
+    )

@@ -6,36 +6,46 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.bound.bind import bind
-from collectives.bound.calls import Bound
+from collectives.bound.calls import Bound, as_it_is, bound_operation
 from collectives.bound.movement_calls import BoundMovementCalls
 from collectives.bound.reduction_calls import BoundReductionCalls
 from collectives.bound.small import nothing
 from collectives.caching import LRU
-from collectives.calls import PASS
-from collectives.consistency.signature import Signature
+from collectives.calls import PASS, Operation
+from collectives.consistency.signature import Signature, check_text
 from collectives.execution.engine import Engine
 
 _BARRIERS_SEEN = 64
 
 
-class CallCache(BoundReductionCalls, BoundMovementCalls):
-    """Those of every collective that has some."""
+def barrier(engine: Engine, what: str | None = None) -> Operation:
+    """A call without data, which returns once every rank has made it with the same text."""
+    check_text(what)
+    return Operation(Signature("barrier", detail=what), lambda engine: None)
 
-    def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
-        super().__init__(engine, check_open)
+
+class CallCache(BoundReductionCalls, BoundMovementCalls):
+    """Those of every collective."""
+
+    def __init__(
+        self, engine: Engine, check_open: Callable[[], None], run: Callable[[Operation], Any]
+    ) -> None:
+        super().__init__(engine, check_open, run)
         self._barriers_seen: LRU[str | None, None] = LRU(_BARRIERS_SEEN)
 
-    def barrier(self, what: str | None) -> Any:
+    def barrier(self, what: str | None) -> None:
         """As `Communicator.barrier`; bound where a text recurs, since many texts never do."""
-        key = "barrier", what
-        if key not in self.known:
-            if not (what is None or type(what) is str):
-                return PASS
-            if what not in self._barriers_seen:
-                self._barriers_seen.put(what, None)
-                return PASS
+        check_text(what)
+        bound = self.known.get(("barrier", what))
+        if bound is not None and bound(None, None) is not PASS:
+            return
+        operation = barrier(self._engine, what)
+        if what in self._barriers_seen:
+            signature, key = operation.signature, ("barrier", what)
 
-        def bind_barrier() -> Bound:
-            return bind(self._engine, Signature("barrier", detail=what), nothing)
+            def bind_barrier(engine: Engine) -> Bound:
+                return bind(engine, signature, nothing)
 
-        return self._call(key, bind_barrier, None, None)
+            operation = bound_operation(signature, key, bind_barrier, None, None, as_it_is)
+        self._barriers_seen.put(what, None)
+        self._run(operation)

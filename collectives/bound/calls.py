@@ -1,8 +1,11 @@
 """What the bound calls of one communicator have in common: they are found by op, dtype and shape.
 
 Plain torch tensors are taken as their memory. Other arrays that a bound call can't take as they are
-(of another library, strides or dtype than that of the fold) are brought into shape here, before the
-same bound call: all ranks take the same path, whatever they give.
+(of another library, strides or dtype than that of the fold) are brought into shape first, before
+the same bound call: all ranks take the same path, whatever they give.
+
+Blocking calls, asynchronous ones and those with a forced algorithm are bound alike, on the engine
+that makes them. Each has a function that checks its arguments and returns the `Operation`.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from typing import Any, NamedTuple
 
 from collectives.arrays.tensor_memory import TensorMemory
 from collectives.arrays.tensors import to_torch
-from collectives.caching import LRU
-from collectives.calls import PASS
+from collectives.calls import PASS, Operation
+from collectives.consistency.signature import Signature
 from collectives.cuda.interface import DeviceArray, is_torch
 from collectives.cuda.runtime import cuda
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import ReduceOp
+from collectives.reductions.reduction import Array, ReduceOp
 
 Bound = Callable[..., Any]
 
@@ -25,32 +28,103 @@ _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _OPS = str, ReduceOp
 
 
-class BoundCalls:
-    """Bound calls. A method returns PASS, before it did anything, for what it doesn't bind."""
+def call(
+    engine: Engine, key: Any, bind: Callable[[Engine], Bound], source: Any, target: Any
+) -> Any:
+    """Make the call of that key, which is bound where it isn't yet."""
+    known = engine.bound_calls
+    for _ in range(2):
+        bound = known.get(key)
+        if bound is None:
+            bound = known.put(key, bind(engine))
+        result = bound(source, target)
+        # Bound before another thread made the first registered array: once more.
+        if result is not PASS:
+            return result
+        known.pop(key, None)
+    raise AssertionError(f"{key}: no call was made")
 
-    def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
-        """`check_open` raises where no call can be made."""
-        self._engine, self._check_open = engine, check_open
-        self.known: LRU[Any, Bound] = LRU()
+
+def bound_operation(
+    signature: Signature,
+    key: tuple[Any, ...],
+    bind: Callable[[Engine], Bound],
+    source: Any,
+    target: Any,
+    deliver: Callable[[Any], Any],
+    algorithm: str | None = None,
+) -> Operation:
+    """The operation that makes the bound call, and returns what `deliver` makes of its result.
+
+    `bind` binds it with the forced algorithm, if there is one.
+    """
+    kind = key if algorithm is None else _forced(key, algorithm)
+
+    def run(engine: Engine) -> Any:
+        return deliver(call(engine, kind, bind, source, target))
+
+    return Operation(signature, run, checks=True)
+
+
+def _forced(key: tuple[Any, ...], algorithm: str) -> tuple[Any, ...]:
+    return "algorithm", algorithm, *key
+
+
+def operation_on_gpu(
+    signature: Signature, source: Any, target: Any, deliver: Callable[[], Any], **how: Any
+) -> Operation:
+    """A call on a GPU that isn't bound: the ranks' first one chooses the path of the later ones.
+
+    `how`: as for `Engine.run`.
+    """
+
+    def run(engine: Engine) -> Any:
+        engine.run(signature.collective, source, target, **how)
+        return deliver()
+
+    return Operation(signature, run, on_gpu=True)
+
+
+def as_it_is(result: Any) -> Any:
+    """For `bound_operation`, where a bound call returns the result."""
+    return result
+
+
+class BoundCalls:
+    """The blocking calls of one communicator: those that were bound are found first."""
+
+    def __init__(
+        self, engine: Engine, check_open: Callable[[], None], run: Callable[[Operation], Any]
+    ) -> None:
+        """`check_open` raises where no call can be made; `run` makes a call that wasn't found."""
+        self._engine, self._check_open, self._run = engine, check_open, run
+        self.known = engine.bound_calls
         """By (op, dtype, shape) or (op, dtype, shape, what) those of `all_reduce`.
 
         The keys of the others have other lengths: an unknown op must not find another call.
         """
         self._tensors = TensorMemory()
 
-    def _call(self, key: Any, bind: Callable[[], Bound], source: Any, target: Any) -> Any:
-        """Make the call of that key, which is bound where it isn't yet."""
-        for _ in range(2):
-            bound = self.known.get(key)
-            if bound is None:
-                self._check_open()
-                bound = self.known.put(key, bind())
-            result = bound(source, target)
-            # Bound before another thread made the first registered array: once more.
-            if result is not PASS:
-                return result
-            self.known.pop(key, None)
-        raise AssertionError(f"{key}: no call was made")
+    def _find(self, key: tuple[Any, ...], algorithm: str | None) -> Bound | None:
+        if algorithm is None:
+            return self.known.get(key)
+        return self.known.get(_forced(key, algorithm)) if type(algorithm) is str else None
+
+    def _on_tensor(
+        self,
+        key: tuple[Any, ...],
+        algorithm: str | None,
+        source: Array | None,
+        target: Array | None,
+        out: Any,
+    ) -> Any:
+        """A call on the memory of a tensor, and of `out`."""
+        bound = self._find(key, algorithm)
+        if bound is None:
+            return PASS
+        if out is None:
+            return self._engine.whole(_as_tensor, bound, source)
+        return PASS if bound(source, target) is PASS else out
 
     def _on_gpu(
         self, collective: str, array: Any, out: Any, op: Any = None, axis: Any = 0, root: int = 0
@@ -137,11 +211,11 @@ class CallOnGpu(NamedTuple):
         return self.out
 
 
-def as_tensor(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The array that a call returns as a tensor; None where it returns None.
+def _as_tensor(bound: Bound, source: Array | None) -> Any:
+    """The array that a bound call returns as a tensor; None or PASS where it returns that.
 
     For `CallScope.whole`: a signal's exception in the conversion must not look like that of a call
     that was not made.
     """
-    result = call(*arguments)
-    return None if result is None else to_torch(result)
+    result = bound(source, None)
+    return result if result is None or result is PASS else to_torch(result)

@@ -1,7 +1,8 @@
-"""The bound reduce, scan, exscan and reduce_scatter.
+"""The bound reductions.
 
-Small arrays take one step, others what `Engine.run` or the selector chooses. The memory of a rank
-that gets no result is needed by larger arrays alone, within the call.
+Small arrays take one step, others what `Engine.run` or the selector chooses; a forced algorithm
+moves all data itself. The memory of a rank that gets no result is needed by larger arrays alone,
+within the call.
 """
 
 from __future__ import annotations
@@ -12,16 +13,53 @@ from typing import Any
 
 import numpy as np
 
-from collectives.bound.between_nodes import ReductionExchange, exchanged_reduction
+from collectives.bound.between_nodes import (
+    ReductionExchange,
+    StagedExchange,
+    exchanged_reduction,
+    staged_reduction,
+)
 from collectives.bound.bind import bind, component, of_shape
+from collectives.bound.exchanged import bind_exchanged
 from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
-from collectives.bound.small import fold_parts, small_fold, small_reduction
+from collectives.bound.small import bind_small, fold_parts, small_fold, small_reduction
 from collectives.calls.scans import identity, prefix
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 
 _WHOLE = slice(None)
+
+
+def bind_all_reduce(
+    engine: Engine,
+    signature: Signature,
+    op: ReduceOp,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    algorithm: str | None = None,
+) -> Callable[[Array, Any], Any]:
+    """The function (array, out) → result; `dtype` is that of the fold.
+
+    `array` is any NumPy array of the shape whose elements are converted to the dtype. PASS where
+    `out` can't take the result as it comes.
+    """
+    count = math.prod(shape)
+    nbytes = count * dtype.itemsize
+    if algorithm is None:
+        small = small_reduction(engine, op, dtype, nbytes)
+        if small is not None:
+            return bind_small(engine, signature, small, shape)
+        exchanged = exchanged_reduction(engine, "all_reduce", op, dtype, nbytes)
+        if exchanged is not None:
+            return bind_exchanged(engine, signature, exchanged, shape)
+        staged = staged_reduction(engine, op, dtype, nbytes)
+        if staged is not None:
+            exchange = StagedExchange(engine, staged, count)
+            call = bind(engine, signature, exchange.deliver, exchange=exchange)
+            return of_shape(call, shape, dtype)
+    run, publish = component(engine, "all_reduce", op, dtype, nbytes, algorithm=algorithm)
+    return of_shape(bind(engine, signature, run, publish), shape, dtype)
 
 
 def bind_reduce(
@@ -31,15 +69,17 @@ def bind_reduce(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     root: int,
+    algorithm: str | None = None,
 ) -> Callable[[Array, Any], Any]:
     """The function (array, out) → the reduction on the root, None elsewhere."""
     count, gets = math.prod(shape), engine.rank == root
-    small = small_reduction(engine, op, dtype, count * dtype.itemsize)
+    nbytes, forced = count * dtype.itemsize, algorithm is not None
+    small = None if forced else small_reduction(engine, op, dtype, nbytes)
     if small is not None:
         ranks = range(engine.size if gets else 0)
         call = bind(engine, signature, *small_fold(engine, small, count, ranks, _WHOLE))
         return of_shape(call, shape, dtype, gets=gets)
-    exchanged = exchanged_reduction(engine, "reduce", op, dtype, count * dtype.itemsize)
+    exchanged = None if forced else exchanged_reduction(engine, "reduce", op, dtype, nbytes)
     if exchanged is not None:
         exchange = ReductionExchange(engine, exchanged, count)
         call = bind(engine, signature, exchange.deliver, exchange=exchange)
@@ -47,18 +87,23 @@ def bind_reduce(
 
     def run(source: Array | None, target: Array | None, index: int | None) -> None:
         into = engine.work(count, dtype) if target is None else target
-        engine.run("reduce", source, into, op=op, root=root)
+        engine.run("reduce", source, into, op=op, root=root, algorithm=algorithm)
 
     return of_shape(bind(engine, signature, run), shape, dtype, gets=gets)
 
 
 def bind_scan(
-    engine: Engine, signature: Signature, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
+    engine: Engine,
+    signature: Signature,
+    op: ReduceOp,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    algorithm: str | None = None,
 ) -> Callable[[Array, Any], Any]:
     """The function (array, out) → the reduction of the ranks up to this one, or below it."""
     count, collective = math.prod(shape), signature.collective
     nbytes, ranks = count * dtype.itemsize, range(engine.rank + (collective == "scan"))
-    small = small_reduction(engine, op, dtype, nbytes)
+    small = None if algorithm is not None else small_reduction(engine, op, dtype, nbytes)
     nothing = identity(op, dtype)
 
     def fill(source: Any, target: Array, index: Any) -> None:
@@ -69,7 +114,7 @@ def bind_scan(
         return of_shape(bind(engine, signature, fold if ranks else fill, publish), shape, dtype)
     reduction, most = reduction_for(op, dtype), room_of_row(engine, engine.size)
     fold_two, errstate = reduction.plain_fold, engine.errstate.run
-    if fold_two is not None and 0 < nbytes <= most:
+    if algorithm is None and fold_two is not None and 0 < nbytes <= most:
         rows = ExchangedRows(engine, most, nbytes=nbytes)
 
         def fold_rows(source: Any, target: Array, index: Any) -> None:
@@ -80,7 +125,8 @@ def bind_scan(
         return of_shape(call, shape, dtype)
 
     def run(source: Array | None, target: Array, index: int | None) -> None:
-        target[...] = prefix(engine, collective, target if source is None else source, op)
+        given = target if source is None else source
+        target[...] = prefix(engine, collective, given, op, algorithm)
 
     return of_shape(bind(engine, signature, run), shape, dtype)
 
@@ -92,21 +138,25 @@ def bind_reduce_scatter(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     counts: Sequence[int],
+    algorithm: str | None = None,
 ) -> Callable[[Array, Any], Any]:
     """The function (array, out) → this rank's part: rows of the array, `counts` those of all."""
     elements = math.prod(shape[1:])
     lengths, own = [count * elements for count in counts], (counts[engine.rank], *shape[1:])
     count, nbytes = sum(lengths), sum(lengths) * dtype.itemsize
-    small = small_reduction(engine, op, dtype, nbytes)
+    forced = algorithm is not None
+    small = None if forced else small_reduction(engine, op, dtype, nbytes)
     stop = sum(lengths[: engine.rank + 1])
     part = slice(stop - lengths[engine.rank], stop)
-    exchanged = exchanged_reduction(engine, "reduce_scatter", op, dtype, nbytes)
+    exchanged = None if forced else exchanged_reduction(engine, "reduce_scatter", op, dtype, nbytes)
     if small is not None:
         call = bind(engine, signature, *small_fold(engine, small, count, range(engine.size), part))
     elif exchanged is not None:
         exchange = ReductionExchange(engine, exchanged, count, part)
         call = bind(engine, signature, exchange.deliver, exchange=exchange)
     else:
-        run, publish = component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
+        run, publish = component(
+            engine, "reduce_scatter", op, dtype, nbytes, lengths, algorithm=algorithm
+        )
         call = bind(engine, signature, run, publish)
     return of_shape(call, shape, dtype, part=own)

@@ -6,14 +6,17 @@ The root's pickle travels with the check of the call, and few bytes of an array 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.bound.bind import Call, bind
+from collectives.bound.calls import as_it_is, bound_operation
 from collectives.bound.exchanged_rows import ExchangedRows, Head, room_of_row
 from collectives.bound.small import DATA, node_of_all
-from collectives.calls.objects import result_of
+from collectives.calls import Operation
+from collectives.calls.objects import outcome_of, result_of
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -165,3 +168,16 @@ def bind_broadcast_object(engine: Engine, root: int) -> Call:
     """The function (sent, None) → the root's object."""
     signature = Signature("broadcast_object", root=root)
     return bind_from_root(engine, signature, root, lambda result, data, source, index: result)
+
+
+def broadcast_object(engine: Engine, obj: Any, root: int) -> Operation:
+    """A copy of the root's object on every rank."""
+    sent = sent_of(engine, obj, root)
+    signature, key = Signature("broadcast_object", root=root), ("broadcast_object", root)
+    bind = partial(bind_broadcast_object, root=root)
+    return bound_operation(signature, key, bind, sent, None, as_it_is)
+
+
+def sent_of(engine: Engine, obj: Any, root: int) -> Sent | None:
+    """What the root sends of an object; None on other ranks."""
+    return Sent(outcome_of(lambda: obj)) if engine.rank == root else None

@@ -60,8 +60,15 @@ def rows_of_all(
     room: int,
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
+    *,
+    travel: bool = True,
 ) -> RowsOfAll:
-    """This rank gives these two numbers, and so many rows, each of shape `rest`: the source."""
+    """This rank gives these two numbers, and so many rows, each of shape `rest`: the source.
+
+    Unless they may `travel` with the check of the call, the numbers follow it.
+    """
+    if not travel:
+        return _MessageRows(engine, count, room)
     node, row_bytes = node_of_all(engine), math.prod(rest) * dtype.itemsize
     if node is not None:
         return _NodeRows(node, count, room, rest, dtype)

@@ -1,21 +1,29 @@
-"""The bound scatter: few bytes travel with the check of the call, as the address of more does."""
+"""The bound scatter: few bytes travel with the check of the call, as the address of more does.
+
+Not those that a forced algorithm moves.
+"""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from collectives import algorithms
+from collectives.arrays.kinds import is_device
 from collectives.bound.bind import Call
-from collectives.bound.from_root import bind_from_root
+from collectives.bound.calls import Bound, as_it_is, bound_operation
+from collectives.bound.from_root import Sent, bind_from_root
 from collectives.bound.small import node_of_all
 from collectives.caching import LRU
+from collectives.calls import Operation
 from collectives.calls.arguments import split_rows
-from collectives.calls.movements import Scattered, scattered
-from collectives.calls.objects import result_of
-from collectives.consistency.signature import Signature
+from collectives.calls.counts import ANY_ROOM
+from collectives.calls.movements import Scattered, look_at, scattered
+from collectives.calls.objects import outcome_of, result_of
+from collectives.consistency.signature import Signature, check_index, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm.selector import PathSelector
@@ -23,17 +31,35 @@ from collectives.shm.selector import PathSelector
 _BYTES = np.dtype(np.uint8)
 
 
-def bind_scatter(engine: Engine, root: int) -> Call:
-    """The function (sent, (array, flat, out)) → this rank's block, in `out` unless it is None.
-
-    `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
-    """
+def bind_scatter(engine: Engine, signature: Signature, root: int, algorithm: str | None) -> Call:
+    """The function (array, (axis, out)) → this rank's block, in `out` unless it is None."""
     known: LRU[bytes, _Block] = LRU()
+    pickles: LRU[tuple[Any, ...], bytes] = LRU()
+    on_root = engine.rank == root
+
+    def sent_of(array: Any, axis: Any) -> tuple[Sent, Array | None]:
+        """What the root sends, and its elements; the error if there are none."""
+        plain = type(array) is np.ndarray and type(axis) is int and axis == 0
+        if plain and algorithm is None and array.flags.carray:
+            pickled = pickles.get((array.dtype, array.shape))
+            if pickled is not None:
+                flat = array.reshape(-1)
+                return Sent(pickled, flat.nbytes, flat), flat
+        try:
+            found, rows = look_at(engine, array, axis)
+        except Exception as error:
+            return Sent(outcome_of(partial(_raise, error))), None
+        pickled = outcome_of(lambda: found)
+        if plain:
+            pickles.put((array.dtype, array.shape), pickled)
+        if algorithm is not None or is_device(rows.flat):
+            return Sent(pickled, ANY_ROOM), rows.flat
+        return Sent(pickled, rows.flat.nbytes, rows.flat), rows.flat
 
     def read(engine: Engine, pickled: Array) -> _Block:
         content = pickled.tobytes()
         return known.get(content) or known.put(
-            content, _Block(engine, result_of(engine, pickled), root)
+            content, _Block(engine, result_of(engine, pickled), root, algorithm)
         )
 
     def receive(
@@ -44,20 +70,33 @@ def bind_scatter(engine: Engine, root: int) -> Call:
             return block.deliver(data, array, out)
         return block.move(flat, array, out, index)
 
-    return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)
+    call = bind_from_root(engine, signature, root, receive, read)
+
+    def scatter(array: Any, given: tuple[Any, Any]) -> Any:
+        axis, out = given
+        sent, flat = sent_of(array, axis) if on_root else (None, None)
+        return call(sent, (array, flat, out))
+
+    return scatter
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class _Block:
     """This rank's part of arrays of one kind, whose bytes lie one behind the other."""
 
-    def __init__(self, engine: Engine, found: Scattered, root: int) -> None:
+    def __init__(self, engine: Engine, found: Scattered, root: int, algorithm: str | None) -> None:
         rank, size, itemsize = engine.rank, engine.size, found.dtype.itemsize
         self._engine, self._found, self._root = engine, found, root
+        self._algorithm = algorithm
         self._shape = split_rows(found.rows, size)[rank], *found.rest
         self._lengths = [length * itemsize for length in found.lengths(size)]
         self._start, self._nbytes = sum(self._lengths[:rank]), sum(self._lengths)
         self._selector: PathSelector | None = None
-        if node_of_all(engine) is not None and size > 1 and not found.on_gpu:
+        addressed = algorithm is None and not found.on_gpu
+        if node_of_all(engine) is not None and size > 1 and addressed:
             paths = engine.paths("scatter", None, _BYTES)
             path = paths.get(engine.choose("scatter", self._nbytes, paths))
             if isinstance(path, PathSelector) and path.exchanges(self._nbytes):
@@ -78,8 +117,8 @@ class _Block:
         The root's address is in the row at the index.
         """
         engine, found, lengths, root = self._engine, self._found, self._lengths, self._root
-        if found.on_gpu:
-            return scattered(engine, found, flat, root, None, array, out)
+        if found.on_gpu or self._algorithm is not None:
+            return scattered(engine, found, flat, root, self._algorithm, array, out)
         result, new = self._result(array, out), found.becomes_result(out)
         if result is not None and (flat is None or not np.may_share_memory(flat, result)):
             block = result.reshape(-1)
@@ -108,3 +147,24 @@ class _Block:
             return np.empty(shape, dtype) if array is None or type(array) is np.ndarray else None
         fits = type(out) is np.ndarray and out.shape == shape and out.dtype == dtype
         return out if fits and out.flags.carray else None
+
+
+def scatter(
+    engine: Engine,
+    array: Any,
+    *,
+    root: int = 0,
+    axis: int = 0,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Operation:
+    """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
+    root = check_index("root", root, engine.size)
+    algorithms.check_name("scatter", algorithm)
+    signature = Signature("scatter", root=root, detail=forced(algorithm))
+
+    def bind(engine: Engine) -> Bound:
+        return bind_scatter(engine, signature, root, algorithm)
+
+    key = "scatter", root
+    return bound_operation(signature, key, bind, array, (axis, out), as_it_is, algorithm)

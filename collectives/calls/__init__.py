@@ -1,4 +1,4 @@
-"""Collectives on arrays: each function checks its arguments and returns an `Operation`.
+"""What calls on arrays need: their arguments are checked, and an `Operation` is made of them.
 
 Checking first and running later lets the same code serve blocking calls, which run the operation at
 once, and asynchronous calls, which run it on another thread.
@@ -23,6 +23,14 @@ class Operation(NamedTuple):
     run: Callable[[Engine], Any]
     on_gpu: bool = False
     """Whether its arrays lie on a GPU."""
+    checks: bool = False
+    """Whether `run` itself compares the ranks' calls, as bound calls do."""
+
+    def perform(self, engine: Engine) -> Any:
+        """Make the call, and return its result."""
+        if self.checks:
+            return engine.whole(self.run, engine)
+        return engine.perform(self.signature, self.run)
 
     def then(self, action: Callable[[Any], None]) -> Operation:
         """The same call, followed by an action on its result."""

@@ -14,23 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
     copied,
     flat,
     given_output,
-    is_device,
     like,
     may_overlap,
     new_output,
     to_array,
 )
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.calls import Operation
 from collectives.calls.arguments import received_as
 from collectives.calls.objects import gather_pickles
-from collectives.consistency.signature import Signature, dtype_name, forced
+from collectives.consistency.signature import dtype_name
 from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.buckets import check_list
@@ -49,7 +46,8 @@ class Parts:
 
     def __init__(self, arrays: Any, size: int, out: Any) -> None:
         """Raises ValueError or TypeError for arrays that can't be sent, or another `out`."""
-        self._output: Output | None = None
+        self.whole: tuple[Array, Output] | None = None
+        """The one array and where the result goes, or None."""
         if hasattr(arrays, "shape"):
             whole = to_array(arrays, "arrays")
             if out is None:
@@ -61,13 +59,14 @@ class Parts:
                 )
             rows = len(whole) // size
             self.arrays: list[Array] = list(whole.reshape(size, rows, *whole.shape[1:]))
-            self._output = (
+            output = (
                 new_output(whole.shape, whole.dtype, arrays)
                 if out is None
                 else given_output(out, whole.shape, whole.dtype)
             )
-            if may_overlap(whole, self._output.buffer):
+            if may_overlap(whole, output.buffer):
                 self.arrays = [copied(part) for part in self.arrays]
+            self.whole = whole, output
             return
         arrays = check_list("arrays", arrays)
         if len(arrays) != size:
@@ -94,12 +93,13 @@ class Parts:
 
     def deliver(self, received: Sequence[Array]) -> Any:
         """The result of the received arrays, in rank order."""
-        if self._output is None:
+        if self.whole is None:
             pairs = enumerate(zip(self._converts, received, strict=True))
             return [received_as(*each, f"all_to_all: rank {peer}") for peer, each in pairs]
-        places = self._output.buffer.reshape(len(self.arrays), *self.arrays[0].shape)
+        output = self.whole[1]
+        places = output.buffer.reshape(len(self.arrays), *self.arrays[0].shape)
         store(received, list(places))
-        return self._output.deliver()
+        return output.deliver()
 
 
 def store(received: Sequence[Array], places: Sequence[Array]) -> None:
@@ -190,27 +190,9 @@ def exchange_bytes(
     return [buffer[first:last] for first, last in pairwise(ends)]
 
 
-def all_to_all(
-    engine: Engine, arrays: Any, *, out: Any = None, algorithm: str | None = None
-) -> Operation:
-    """Send arrays[i] to rank i; entry i of the result was sent by rank i."""
-    algorithms.check_name("all_to_all", algorithm)
-    parts = Parts(arrays, engine.size, out)
-    signature = Signature("all_to_all", detail=forced(algorithm), nbytes=parts.nbytes)
-    devices = list(map(is_device, parts.arrays))
-    if any(devices) and not all(devices):
-        raise TypeError(
-            "arrays: some lie on a GPU, some on the CPU: must all lie in the same memory"
-        )
-    between = _between_gpus if any(devices) else exchange
-
-    def perform(engine: Engine) -> Any:
-        return parts.deliver(between(engine, parts.arrays, algorithm))
-
-    return Operation(signature, perform, on_gpu=any(devices))
-
-
-def _between_gpus(engine: Engine, given: Sequence[Array], algorithm: str | None) -> list[Array]:
+def exchange_between_gpus(
+    engine: Engine, given: Sequence[Array], algorithm: str | None
+) -> list[Array]:
     """As `exchange`, of device arrays: dtypes and shapes are exchanged through the host."""
     kinds = [(array.dtype, array.shape) for array in given]
     table: list[list[tuple[np.dtype[Any], tuple[int, ...]]]]

@@ -1,4 +1,4 @@
-"""broadcast, all_gather, gather and scatter."""
+"""What movements take and give: arrays that are sent, joined or cut."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
     after_reading,
@@ -20,36 +19,16 @@ from collectives.arrays.kinds import (
     is_device,
     is_writeable,
     like,
-    may_overlap,
     packed,
     to_array,
 )
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
-from collectives.calls import Operation
 from collectives.calls.arguments import Rows, received_as, split_rows
-from collectives.calls.counts import ANY_ROOM, counts_of_all
-from collectives.calls.objects import broadcast_pickle
-from collectives.consistency.signature import ANY_LENGTH, Signature, check_index, dtype_name, forced
+from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name, forced
 from collectives.cuda.runtime import filled
 from collectives.errors import in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
-
-
-def broadcast(
-    engine: Engine, array: Any, *, root: int = 0, algorithm: str | None = None
-) -> Operation:
-    """The root's content in every rank's array."""
-    root = check_index("root", root, engine.size)
-    algorithms.check_name("broadcast", algorithm)
-    given = to_array(array)
-    output = broadcast_output(given, array, on_root=engine.rank == root)
-
-    def perform(engine: Engine) -> Any:
-        engine.run("broadcast", None, output.buffer, root=root, algorithm=algorithm)
-        return output.deliver()
-
-    return Operation(broadcast_signature(given, root, algorithm), perform, is_device(given))
 
 
 def broadcast_output(given: Array, array: Any, *, on_root: bool) -> Output:
@@ -77,30 +56,6 @@ def signature_of(collective: str, rows: Rows, root: int | None, algorithm: str |
     return Signature(collective, None, dtype, shape, root, forced(algorithm), nbytes)
 
 
-def all_gather(
-    engine: Engine, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
-) -> Operation:
-    """All ranks' arrays, joined along the axis in rank order."""
-    algorithms.check_name("all_gather", algorithm)
-    rows = Rows(to_array(array), axis)
-    if out is None:
-        refuse_lost_gradient(array, "array")
-    room = ANY_ROOM if out is None else rows_of(out, rows)
-
-    def perform(engine: Engine) -> Any:
-        counts = counts_of_all(engine, rows.count, room)
-        lengths = [count * rows.elements for count in counts]
-        result = rows.output(out, sum(counts), rows.dtype, array)
-        source, target = rows.flat, result.buffer
-        if out is not None and may_overlap(source, target):
-            source = copied(source)
-        engine.run("all_gather", source, target, lengths=lengths, algorithm=algorithm)
-        return result.deliver()
-
-    signature = signature_of("all_gather", rows, None, algorithm)
-    return Operation(signature, perform, is_device(rows.flat))
-
-
 def rows_of(out: Any, rows: Rows) -> int:
     """How many rows `out` holds; ValueError or TypeError where it can't hold any such."""
     view = to_array(out, "out")
@@ -113,43 +68,6 @@ def rows_of(out: Any, rows: Rows) -> int:
         raise ValueError(f"out has shape {shape}: must have the result's, {text}")
     rows.output(out, count, rows.dtype, out)
     return count
-
-
-def gather(
-    engine: Engine,
-    array: Any,
-    *,
-    root: int = 0,
-    axis: int = 0,
-    out: Any = None,
-    algorithm: str | None = None,
-) -> Operation:
-    """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
-    root = check_index("root", root, engine.size)
-    algorithms.check_name("gather", algorithm)
-    rows = Rows(to_array(array), axis)
-    refuse_lost_gradient(array, "array")
-    on_root = engine.rank == root
-    room = rows_of(out, rows) if on_root and out is not None else ANY_ROOM
-
-    def perform(engine: Engine) -> Any:
-        counts = counts_of_all(engine, rows.count, room)
-        lengths = [count * rows.elements for count in counts]
-        source, result = rows.flat, None
-        target = source
-        if on_root:
-            result = rows.output(out, sum(counts), rows.dtype, array)
-            target = result.buffer
-            if may_overlap(source, target):
-                source = copied(source)
-        engine.run("gather", source, target, lengths=lengths, root=root, algorithm=algorithm)
-        if result is not None:
-            return result.deliver()
-        after_reading(array)
-        return None
-
-    signature = signature_of("gather", rows, root, algorithm)
-    return Operation(signature, perform, is_device(rows.flat))
 
 
 class Scattered(NamedTuple):
@@ -230,32 +148,3 @@ def scattered(
         block = np.empty(length, found.dtype) if new else engine.work(length, found.dtype)
     engine.run("scatter", given, block, lengths=lengths, root=root, algorithm=algorithm)
     return found.deliver(engine, block, array, out, copies=not (new or is_device(block)))
-
-
-def scatter(
-    engine: Engine,
-    array: Any,
-    *,
-    root: int = 0,
-    axis: int = 0,
-    out: Any = None,
-    algorithm: str | None = None,
-) -> Operation:
-    """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
-    root = check_index("root", root, engine.size)
-    algorithms.check_name("scatter", algorithm)
-    on_root = engine.rank == root
-
-    def perform(engine: Engine) -> Any:
-        rows: list[Rows] = []
-
-        def look() -> Scattered:
-            found, seen = look_at(engine, array, axis)
-            rows.append(seen)
-            return found
-
-        found: Scattered = broadcast_pickle(engine, look if on_root else None, root)
-        given = rows[0].flat if on_root else None
-        return scattered(engine, found, given, root, algorithm, array, out)
-
-    return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)

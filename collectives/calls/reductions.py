@@ -1,14 +1,12 @@
-"""all_reduce, reduce and reduce_scatter."""
+"""What a reduction takes: the array in the dtype of the fold, and where its result goes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
     address,
-    after_reading,
     check_same_memory,
     copied,
     flat,
@@ -19,10 +17,7 @@ from collectives.arrays.kinds import (
     to_array,
 )
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.calls import Operation
-from collectives.calls.arguments import Rows, split_rows
-from collectives.consistency.signature import Signature, check_index, check_text, dtype_name, forced
-from collectives.execution.engine import Engine
+from collectives.consistency.signature import Signature, dtype_name
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
@@ -76,101 +71,6 @@ class ReduceInput:
     def converted(self) -> Array:
         """The array in the dtype of the fold."""
         return self.array if self.array.dtype == self.dtype else self.array.astype(self.dtype)
-
-
-def all_reduce(
-    engine: Engine,
-    array: Any,
-    op: ReduceOp | str = "sum",
-    *,
-    out: Any = None,
-    algorithm: str | None = None,
-    what: str | None = None,
-) -> Operation:
-    """The reduction of all ranks' arrays, on every rank."""
-    algorithms.check_name("all_reduce", algorithm)
-    check_text(what)
-    given = ReduceInput(array, op)
-    output = given.output(out)
-    source = given.source_for(output)
-
-    def perform(engine: Engine) -> Any:
-        engine.run("all_reduce", source, output.buffer, op=given.op, algorithm=algorithm)
-        return output.deliver()
-
-    details = [each for each in (forced(algorithm), what) if each is not None]
-    signature = given.signature("all_reduce", detail=", ".join(details) or None)
-    return Operation(signature, perform, given.on_gpu)
-
-
-def barrier(engine: Engine, what: str | None = None) -> Operation:
-    """A call without data, which returns once every rank has made it with the same text."""
-    check_text(what)
-    return Operation(Signature("barrier", detail=what), lambda engine: None)
-
-
-def reduce(
-    engine: Engine,
-    array: Any,
-    op: ReduceOp | str = "sum",
-    *,
-    root: int = 0,
-    out: Any = None,
-    algorithm: str | None = None,
-) -> Operation:
-    """The reduction of all ranks' arrays, on the root alone; None elsewhere."""
-    root = check_index("root", root, engine.size)
-    algorithms.check_name("reduce", algorithm)
-    # On every rank alike, though the root alone gets a result.
-    refuse_lost_gradient(array, "array")
-    given = ReduceInput(array, op)
-    output = given.output(out) if engine.rank == root else None
-
-    def perform(engine: Engine) -> Any:
-        if output is None:
-            source: Array | None = given.flat()
-            target = engine.work(given.array.size, given.dtype, given.array)
-        else:
-            source, target = given.source_for(output), output.buffer
-        engine.run("reduce", source, target, op=given.op, root=root, algorithm=algorithm)
-        if output is not None:
-            return output.deliver()
-        after_reading(array)
-        return None
-
-    return Operation(given.signature("reduce", root, forced(algorithm)), perform, given.on_gpu)
-
-
-def reduce_scatter(
-    engine: Engine,
-    array: Any,
-    op: ReduceOp | str = "sum",
-    *,
-    axis: int = 0,
-    out: Any = None,
-    algorithm: str | None = None,
-) -> Operation:
-    """Rank r's block, of `numpy.array_split` along the axis, of the reduction."""
-    algorithms.check_name("reduce_scatter", algorithm)
-    given = ReduceInput(array, op)
-    if out is None:
-        refuse_lost_gradient(array, "array")
-    rows = Rows(given.converted(), axis)
-    counts = split_rows(rows.count, engine.size)
-    lengths = tuple(count * rows.elements for count in counts)
-    result = rows.output(out, counts[engine.rank], given.dtype, given.original)
-    source, target = rows.flat, result.buffer
-    if out is not None and may_overlap(source, target):
-        source = copied(source)
-
-    def perform(engine: Engine) -> Any:
-        engine.run(
-            "reduce_scatter", source, target, lengths=lengths, op=given.op, algorithm=algorithm
-        )
-        return result.deliver()
-
-    signature = reduce_scatter_signature(given, rows.axis, algorithm)
-    return Operation(signature, perform, given.on_gpu)
 
 
 def reduce_scatter_signature(given: ReduceInput, axis: int, algorithm: str | None) -> Signature:

@@ -1,7 +1,4 @@
-"""scan and exscan: prefix reductions (MPI 4.1, section 6.11).
-
-Device arrays are staged through the host.
-"""
+"""Prefix reductions (MPI 4.1, section 6.11)."""
 
 from __future__ import annotations
 
@@ -9,59 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives import algorithms
-from collectives.calls import Operation
-from collectives.calls.reductions import ReduceInput
-from collectives.consistency.signature import forced
-from collectives.cuda.runtime import fetched, filled
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-
-
-def scan(
-    engine: Engine,
-    array: Any,
-    op: ReduceOp | str = "sum",
-    *,
-    out: Any = None,
-    algorithm: str | None = None,
-) -> Operation:
-    """The reduction of the arrays of all ranks up to this one."""
-    return _fold("scan", array, op, out, algorithm)
-
-
-def exscan(
-    engine: Engine,
-    array: Any,
-    op: ReduceOp | str = "sum",
-    *,
-    out: Any = None,
-    algorithm: str | None = None,
-) -> Operation:
-    """The reduction of the arrays of all ranks below this one."""
-    return _fold("exscan", array, op, out, algorithm)
-
-
-def _fold(
-    collective: str, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None
-) -> Operation:
-    algorithms.check_name(collective, algorithm)
-    given = ReduceInput(array, op)
-    refuse_mean(collective, given.op)
-    reduction_for(given.op, given.dtype)  # as on the CPU
-    output = given.output(out)
-    elements = given.flat()
-
-    def run(engine: Engine) -> Any:
-        source = fetched(elements) if given.on_gpu else elements
-        folded = prefix(engine, collective, source, given.op, algorithm)
-        if given.on_gpu:
-            filled(output.buffer, folded)
-        else:
-            output.buffer[:] = folded
-        return output.deliver()
-
-    return Operation(given.signature(collective, detail=forced(algorithm)), run, given.on_gpu)
+from collectives.reductions.reduction import Array, ReduceOp
 
 
 def refuse_mean(collective: str, op: ReduceOp) -> None:

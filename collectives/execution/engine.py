@@ -69,6 +69,8 @@ class Engine(CallScope):
         self._memory = HostMemory()
         self._plans = Plans(transport, self._memory)
         self._chosen: LRU[tuple[Any, ...], str] = LRU()
+        self.bound_calls: LRU[Any, Callable[..., Any]] = LRU()
+        """By what was asked for (`bound.calls`)."""
         self._paths: LRU[tuple[str, ReduceOp | None, np.dtype[Any]], dict[str, Path]] = LRU()
 
     def perform(self, signature: Signature, run: Callable[[Engine], Any]) -> Any:
@@ -224,6 +226,7 @@ class Engine(CallScope):
         """Choose by these figures, from `name`, from now on: all ranks between the same calls."""
         self.costs, self.costs_source = costs, name
         self._chosen.clear()
+        self.bound_calls.clear()
         if self.node is not None and self.node.across is not None:
             self.node.across.use(costs, name)
 

@@ -255,7 +255,7 @@ class _Job(NamedTuple):
 def run_into(future: Future[Any], engine: Engine, operation: Operation, number: int) -> None:
     """Run the operation of that number and store its result or exception in the future."""
     try:
-        result = engine.perform(operation.signature, operation.run)
+        result = operation.perform(engine)
     except BaseException as error:
         failures.fail(future, error, number)
     else:
