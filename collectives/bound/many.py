@@ -157,18 +157,22 @@ class ManyReducer:
         self, arrays: Any, op: Any, out: Any, make_unbound: Callable[[], Any]
     ) -> Callable[[], Any]:
         """As `Communicator.persistent_all_reduce_many`; `make_unbound` makes what isn't bound."""
-        key, known, found_among = _key(arrays, op, out), None, None
+        key, known, found_among, places = _key(arrays, op, out), None, None, None
 
         def make() -> Any:
-            nonlocal known, found_among
+            nonlocal known, found_among, places
             if found_among is not self._known:
                 known = None if key is None else self._known.get(key)
                 if known is None or not known.can_store(arrays, out):
                     return make_unbound()
                 found_among = self._known
+                # An array that is made read-only later must not end the call on one rank alone.
+                places = None if out is None else [array.view() for array in out]
             assert known is not None
-            result = known.make(arrays, out)
-            return make_unbound() if result is PASS else result
+            result = known.make(arrays, places)
+            if result is PASS:
+                return make_unbound()
+            return result if out is None else list(out)
 
         return make
 

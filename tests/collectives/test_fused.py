@@ -165,6 +165,23 @@ def test_a_persistent_call_of_other_lists(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
+def test_arrays_of_a_persistent_call_that_are_made_read_only(comm):
+    arrays, out = [np.ones(4), np.ones(2)], [np.zeros(4), np.zeros(2)]
+    call = comm.persistent_all_reduce_many(arrays, out=out)
+    for _ in range(3):
+        call()
+    if comm.rank == 0:
+        for array in out:
+            array.flags.writeable = False
+    arrays[1][...] = comm.rank
+    results = call()
+    assert list(map(id, results)) == list(map(id, out))
+    np.testing.assert_array_equal(out[1], [1, 1])
+    assert comm.all_reduce(np.array(1.0)) == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_persistent_call_keeps_its_list(comm, in_place):
     first, arrays = np.ones(3), [np.ones(4)]
