@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import is_device, to_array
 from collectives.bound.bind import Call, Run, bind, component
-from collectives.bound.calls import Bound, bound_operation, operation_on_gpu
+from collectives.bound.calls import bound_operation, operation_on_gpu
 from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
 from collectives.bound.small import DATA, node_of_all, nothing
 from collectives.calls import PASS, Operation
@@ -32,14 +33,14 @@ def bind_broadcast(
     signature: Signature,
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
-    root: int,
     algorithm: str | None = None,
 ) -> Call:
     """The function (None, array): the root's content in every rank's array; PASS where it can't.
 
     A forced algorithm moves all data itself.
     """
-    forced, on_root, nbytes = algorithm is not None, engine.rank == root, signature.nbytes
+    forced, root, nbytes = algorithm is not None, signature.root or 0, signature.nbytes
+    on_root = engine.rank == root
     most = -1 if forced else room_of_row(engine, 1)
     small = None if forced else small_broadcast(engine, dtype, shape, root)
     if small is not None:
@@ -111,10 +112,13 @@ def broadcast(
     if is_device(given):
         how = {"root": root, "algorithm": algorithm}
         return operation_on_gpu(signature, None, buffer, output.deliver, **how)
-
-    def bind(engine: Engine) -> Bound:
-        return bind_broadcast(engine, signature, given.dtype, given.shape, root, algorithm)
-
+    bind = partial(
+        bind_broadcast,
+        signature=signature,
+        dtype=given.dtype,
+        shape=given.shape,
+        algorithm=algorithm,
+    )
     key = "broadcast", None, given.dtype, given.shape, root
     target = buffer.reshape(given.shape)
     return bound_operation(

@@ -68,11 +68,11 @@ def bind_reduce(
     op: ReduceOp,
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
-    root: int,
     algorithm: str | None = None,
 ) -> Callable[[Array, Any], Any]:
     """The function (array, out) → the reduction on the root, None elsewhere."""
-    count, gets = math.prod(shape), engine.rank == root
+    count, root = math.prod(shape), signature.root or 0
+    gets = engine.rank == root
     nbytes, forced = count * dtype.itemsize, algorithm is not None
     small = None if forced else small_reduction(engine, op, dtype, nbytes)
     if small is not None:

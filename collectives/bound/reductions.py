@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from collectives import algorithms
@@ -23,6 +24,9 @@ from collectives.cuda.runtime import fetched, filled
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 
+Bind = Callable[..., Bound]
+"""A function (engine, signature, op, dtype, shape, algorithm) that binds a call."""
+
 
 def all_reduce(
     engine: Engine,
@@ -39,12 +43,8 @@ def all_reduce(
     given = ReduceInput(array, op)
     details = [each for each in (forced(algorithm), what) if each is not None]
     signature = given.signature("all_reduce", detail=", ".join(details) or None)
-
-    def bind(engine: Engine) -> Bound:
-        return bind_all_reduce(engine, signature, given.op, given.dtype, given.shape, algorithm)
-
     key = key_of(given.array, op, what)
-    return _reduction(signature, key, bind, given, given.output(out), algorithm)
+    return _reduction(bind_all_reduce, signature, key, given, given.output(out), algorithm)
 
 
 def reduce(
@@ -64,22 +64,17 @@ def reduce(
     given = ReduceInput(array, op)
     output = given.output(out) if engine.rank == root else None
     signature = given.signature("reduce", root, forced(algorithm))
-
-    def bind(engine: Engine) -> Bound:
-        return bind_reduce(engine, signature, given.op, given.dtype, given.shape, root, algorithm)
-
     key = "reduce", op, given.array.dtype, given.shape, root
-    return _reduction(signature, key, bind, given, output, algorithm, root)
+    return _reduction(bind_reduce, signature, key, given, output, algorithm)
 
 
 def _reduction(
+    bind: Bind,
     signature: Signature,
     key: tuple[Any, ...],
-    bind: Callable[[Engine], Bound],
     given: ReduceInput,
     output: Output | None,
     algorithm: str | None,
-    root: int = 0,
 ) -> Operation:
     """The reduction of arrays to one of their shape, which this rank gets if it has an output."""
     if output is None:
@@ -95,8 +90,10 @@ def _reduction(
         return None
 
     if given.on_gpu:
-        how = {"op": given.op, "root": root, "algorithm": algorithm}
+        how = {"op": given.op, "root": signature.root or 0, "algorithm": algorithm}
         return operation_on_gpu(signature, source, target, deliver, **how)
+    kind = {"op": given.op, "dtype": given.dtype, "shape": given.shape}
+    bind = partial(bind, signature=signature, algorithm=algorithm, **kind)
     shaped = None if target is None else target.reshape(given.shape)
     array = shaped if source is None else source.reshape(given.shape)
     return bound_operation(signature, key, bind, array, shaped, deliver, algorithm)
@@ -130,12 +127,15 @@ def reduce_scatter(
         return operation_on_gpu(
             signature, source, output.buffer, output.deliver, lengths=lengths, **how
         )
-
-    def bind(engine: Engine) -> Bound:
-        return bind_reduce_scatter(
-            engine, signature, given.op, given.dtype, shape, counts, algorithm
-        )
-
+    bind = partial(
+        bind_reduce_scatter,
+        signature=signature,
+        op=given.op,
+        dtype=given.dtype,
+        shape=shape,
+        counts=counts,
+        algorithm=algorithm,
+    )
     key = "reduce_scatter", op, given.array.dtype, shape, rows.axis
     part = output.buffer.reshape(own, *rows.rest)
     return bound_operation(
@@ -184,13 +184,10 @@ def _scan(
         )
         return output.deliver()
 
-    def bind(engine: Engine) -> Bound:
-        return bind_scan(engine, signature, given.op, given.dtype, given.shape, algorithm)
-
     if given.on_gpu:
         return Operation(signature, run_on_gpu, on_gpu=True)
     key = collective, op, given.array.dtype, given.shape, None
-    return _reduction(signature, key, bind, given, output, algorithm)
+    return _reduction(bind_scan, signature, key, given, output, algorithm)
 
 
 def key_of(array: Array, op: ReduceOp | str, what: str | None) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import is_device
 from collectives.bound.bind import Call
-from collectives.bound.calls import Bound, as_it_is, bound_operation
+from collectives.bound.calls import as_it_is, bound_operation
 from collectives.bound.from_root import Sent, bind_from_root
 from collectives.bound.small import node_of_all
 from collectives.caching import LRU
@@ -31,10 +31,11 @@ from collectives.shm.selector import PathSelector
 _BYTES = np.dtype(np.uint8)
 
 
-def bind_scatter(engine: Engine, signature: Signature, root: int, algorithm: str | None) -> Call:
+def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) -> Call:
     """The function (array, (axis, out)) → this rank's block, in `out` unless it is None."""
     known: LRU[bytes, _Block] = LRU()
     pickles: LRU[tuple[Any, ...], bytes] = LRU()
+    root = signature.root or 0
     on_root = engine.rank == root
 
     def sent_of(array: Any, axis: Any) -> tuple[Sent, Array | None]:
@@ -162,9 +163,6 @@ def scatter(
     root = check_index("root", root, engine.size)
     algorithms.check_name("scatter", algorithm)
     signature = Signature("scatter", root=root, detail=forced(algorithm))
-
-    def bind(engine: Engine) -> Bound:
-        return bind_scatter(engine, signature, root, algorithm)
-
+    bind = partial(bind_scatter, signature=signature, algorithm=algorithm)
     key = "scatter", root
     return bound_operation(signature, key, bind, array, (axis, out), as_it_is, algorithm)
