@@ -149,7 +149,11 @@ class Bench:
     def _theirs(self, tasks: list[Task]) -> list[Side]:
         if self._peer is None:
             return []
-        found = [(self._peer.call(self._case.counterpart, task), task.out) for task in tasks]
+        peer, nonblocking = self._peer, self._case.nonblocking
+        found = [
+            (peer.call(self._case.counterpart, task, nonblocking=nonblocking), task.out)
+            for task in tasks
+        ]
         calls = [(call, out) for call, out in found if call is not None]
         return [Side(Subject(calls), tasks)] if calls else []
 

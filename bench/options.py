@@ -30,7 +30,8 @@ ratios, each the peer's time / ours, so that above 1 ours is faster: it may diff
 of the two medians. Size is the whole buffer: for all_gather,
 gather, scatter and reduce_scatter that of all ranks' blocks together, for all_to_all what one rank
 sends. Sizes are rounded up to whole blocks. The calls of a repeat follow one another without a
-barrier, so that those of a rooted collective may overlap; --calls 1 prevents this.
+barrier, so that those of a rooted collective may overlap; --calls 1 prevents this. With
+--asynchronous mpi4py's calls are its nonblocking ones, each with its wait, too.
 Besides the ratio to MPI of the all_reduce
 that is selected by default, model is the ratio that memory traffic predicts, from MPI's ring with
 one copy to its ring with two; "% of stream" is the part of the bandwidth measured by --stream that
@@ -101,6 +102,7 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     add("--warmup", type=int, default=Settings.warmup, help="calls before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: as many as move 1M, at most 200)")
     add("--rotate", type=int, default=1, metavar="N", help="buffer sets to cycle (default: 1)")
+    add("--asynchronous", action="store_true", help="start each call, then wait for it")
     add("--registered", action="store_true", help="all buffers from Communicator.empty")
     add("--stream", action="store_true", help="measure the memory's bandwidth too; takes a second")
     add("--peer", choices=PEERS, help="compare with, call by call: %(choices)s", metavar="NAME")
@@ -141,6 +143,8 @@ def _check(options: argparse.Namespace, case: Case) -> None:
         raise ValueError(f"--plot {options.plot}: must end in {', '.join(_PICTURES)}")
     if options.plot and not case.has_bytes:
         raise ValueError(f"--plot shows bandwidth, and {case.name} moves no bytes")
+    if options.asynchronous and case.counterpart != case.name:
+        raise ValueError(f"--asynchronous: {case.name} has no such form")
     options.algorithms = _algorithms(case, options.algorithm)
     options.settings = Settings(
         options.repeats, options.warmup, options.rotate, options.calls, options.registered

@@ -22,8 +22,13 @@ class Peer:
 
     name: str
 
-    def call(self, collective: str, task: Task) -> Call | None:
-        """The library's call for the task, or None."""
+    def call(self, collective: str, task: Task, *, nonblocking: bool = False) -> Call | None:
+        """The library's call for the task, or None.
+
+        nonblocking: started and waited for by two calls, where the library has such.
+        """
+        if nonblocking:
+            return None
         make: Any = getattr(self, collective, None)
         call: Call | None = make(task) if make else None
         return call

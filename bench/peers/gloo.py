@@ -44,10 +44,10 @@ class GlooPeer(Peer):
         """Destroy the group; torch deletes the store with the last rank's group."""
         self._dist.destroy_process_group()
 
-    def call(self, collective: str, task: Task) -> Call | None:
-        """The call, for the dtypes and ops that gloo supports."""
+    def call(self, collective: str, task: Task, *, nonblocking: bool = False) -> Call | None:
+        """The blocking call, for the dtypes and ops that gloo supports."""
         supported = task.problem.dtype.name in _DTYPES and task.problem.op != "mean"
-        return super().call(collective, task) if supported else None
+        return super().call(collective, task, nonblocking=nonblocking) if supported else None
 
     def all_reduce(self, task: Task) -> Call:
         """With `all_reduce`."""

@@ -37,6 +37,15 @@ class MpiPeer(Peer):
         """float32 for 16-bit floats, which have no MPI type, as in a program over MPI."""
         return np.dtype(np.float32) if dtype.name in _SHORT_FLOATS else dtype
 
+    def call(self, collective: str, task: Task, *, nonblocking: bool = False) -> Call | None:
+        """MPI's call; of a list there is no nonblocking one."""
+        call = super().call(collective, task)
+        if not nonblocking or not isinstance(call, partial):
+            return None if nonblocking else call
+        # Iallreduce and the like take the same arguments.
+        start = partial(getattr(self._world, f"I{call.func.__name__.lower()}"), *call.args)
+        return lambda: start().Wait()
+
     def all_reduce(self, task: Task) -> Call | None:
         """With `Allreduce`."""
         op = _op(task)
@@ -104,7 +113,7 @@ class MpiPeer(Peer):
 
     def barrier(self, task: Task) -> Call:
         """With `Barrier`."""
-        return self._world.Barrier
+        return partial(self._world.Barrier)
 
 
 def _op(task: Task) -> MPI.Op | None:

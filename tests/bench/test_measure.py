@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench.cases import CASES
+from bench.cases.asynchronous import Asynchronous
 from bench.cases.reductions import AllReduce
 from bench.measure import Bench, Settings
 from bench.peers import open_peer
@@ -39,6 +40,28 @@ def test_nothing_is_wrong(name, comm, world):
         assert 0 < measured.seconds.minimum <= measured.seconds.median <= measured.seconds.p90
         assert measured.busbw == measured.algbw * case.factor(comm.size)
         assert measured.peer.ratio > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.counterpart == name])
+def test_the_asynchronous_form_of_each(name, comm, world, monkeypatch):
+    started = []
+
+    def recorded(*arguments, start=getattr(comm, f"{name}_async"), **named):
+        started.append(name)
+        return start(*arguments, **named)
+
+    monkeypatch.setattr(comm, f"{name}_async", recorded)
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64), "sum", comm.size - 1, tensors=2)
+    bench = Bench(comm, world, Asynchronous(CASES[name]), SETTINGS, open_peer("mpi4py", world))
+    (row,) = bench.rows(problem, ["auto"])
+    assert started
+    for measured in filter(None, (row.out_of_place, row.in_place)):
+        assert measured.wrong == 0
+        # MPI has no nonblocking call of a list.
+        assert (measured.peer is None) == (name == "all_reduce_many")
+        assert measured.peer is None or measured.peer.wrong == 0
 
 
 @pytest.mark.mpi

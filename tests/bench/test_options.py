@@ -29,6 +29,7 @@ ERRORS = {
     "all_reduce --op xor": "invalid choice: 'xor'",
     "all_reduce --peer horovod": "invalid choice: 'horovod'",
     "all_reduce_many --algorithm ring": "all_reduce_many chooses by itself",
+    "persistent_all_reduce_many --asynchronous": "persistent_all_reduce_many has no such form",
     "barrier --plot a.png": "barrier moves no bytes",
     "all_reduce --plot a.foo": "--plot a.foo: must end in .png, .svg, .pdf",
     "reduce_all": "invalid choice: 'reduce_all'",
