@@ -26,7 +26,8 @@ from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
 from collectives.gpu.nccl_path import NcclPath, start_nccl
 from collectives.gpu.probe import Verdict, judge
-from collectives.lifecycle.futures import Handle, failures, run_into
+from collectives.lifecycle.failures import failures
+from collectives.lifecycle.futures import Handle, run_into
 from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting.wait_policy import log

@@ -1,24 +1,26 @@
-"""Asynchronous calls: a thread makes their progress while the caller computes."""
+"""Asynchronous calls: a thread makes their progress while the caller computes.
+
+A brief call would take several times as long there, so that the caller's thread makes it, if all
+ranks come soon: it then waits for no rank that may wait for this one.
+"""
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from collectives.calls import Operation
 from collectives.consistency.flight_recorder import Entry, FlightRecorder
 from collectives.consistency.signature import Signature
-from collectives.consistency.uncaught import report_before
 from collectives.errors import ENDED, CollectiveError, MismatchError, in_step
 from collectives.execution.cost_model import CostParameters
 from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
+from collectives.lifecycle.failures import failures
 from collectives.lifecycle.nodes import Topology
 from collectives.transports.base import Transport
 from collectives.waiting.timer_slack import end_sleeps_in_time
@@ -34,58 +36,10 @@ _RETRY_SECONDS = 0.5
 # The number of a call that is not the program's.
 _OWN = -1
 
-
-class Failures:
-    """Errors of asynchronous calls that no `wait` has raised, to be logged.
-
-    A program that has got the error of one call knows of those that it had started by then.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._known = -1
-        self._unseen: list[tuple[weakref.ref[Future[Any]], str]] = []
-        # A signal's handler may make a call while it is held.
-        self._lock = threading.RLock()
-
-    def begin(self) -> int:
-        """The number of a call that is started."""
-        return next(self._numbers)
-
-    def fail(self, future: Future[Any], error: BaseException, number: int) -> None:
-        """Store a call's error."""
-        with self._lock:
-            if number > self._known:
-                text = f"{type(error).__name__}: {error}"
-                self._unseen.append((weakref.ref(future), text))
-        future.set_exception(error)
-
-    def saw(self, failed: Future[Any]) -> None:
-        """Note that a `wait` raises a call's error."""
-        with self._lock:
-            if any(future() is failed for future, _ in self._unseen):
-                self._known = next(self._numbers)
-                self._unseen.clear()
-
-    def report(self, *, ended: bool = False) -> None:
-        """Log those of calls whose handles were dropped; at the program's end all of them."""
-        if not self._unseen:
-            return
-        with self._lock:
-            found = [(ended or future() is None, future, text) for future, text in self._unseen]
-            self._unseen = [(future, text) for dropped, future, text in found if not dropped]
-        for dropped, _, text in found:
-            if dropped:
-                log.error("an asynchronous call failed, and nothing has waited for it: %s", text)
-
-    def forget(self) -> None:
-        """In a forked child: the calls are the parent's."""
-        self._lock = threading.RLock()
-        self._unseen.clear()
-
-
-failures = Failures()
-report_before(partial(failures.report, ended=True))
+HANDOVER_SECONDS = 5e-4
+"""What another thread may cost, with the wait for Python's lock."""
+BRIEF_BYTES = 1 << 20
+"""Calls on so few bytes take less time than that. As DDP's first bucket."""
 
 
 class Handle(Generic[Result]):
@@ -131,7 +85,10 @@ class ProgressThread:
         """A call has the deadline that `policy`, that of the blocking calls, has at its begin."""
         self._transport, self._topology, self._policy = transport, topology, policy
         self.recorder: FlightRecorder | None = None
-        self._closed = self._settled = False
+        self._closed = False
+        self._engine: Engine | None = None
+        """That of the calls, once it is set up."""
+        self._queued = self._ended = 0
         self._final_call: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
@@ -139,18 +96,41 @@ class ProgressThread:
         _running.add(self)
 
     def submit(self, operation: Operation, line: str, tuned: Tuned | None) -> Handle[Any]:
-        """Queue the operation and return at once. RuntimeError after `begin_close`.
+        """Queue the operation, or make a brief call at once. RuntimeError after `begin_close`.
 
         `line` is the user's source line, `tuned` the cost parameters to use, and their source.
         """
         failures.report()
-        return self._queue(_Job(operation, line, Future(), tuned, failures.begin()))
+        job = _Job(operation, line, Future(), tuned, failures.begin())
+        engine = self._engine
+        if engine is None or self._closed or not self._comes_soon(engine, operation.signature):
+            return self._queue(job)
+        with engine.wait_policy.waiting_as(self._policy):
+            _run(engine, job, self._policy)
+        error = job.future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return Handle(job.future)
+
+    def _comes_soon(self, engine: Engine, call: Signature) -> bool:
+        """Whether a brief call can be made now, and all ranks make it soon."""
+        brief = 0 < call.nbytes <= BRIEF_BYTES or call.collective == "barrier"
+        if not brief or not self.idle or engine.broken is not None:
+            return False
+        check = engine.call_check
+        return check is None or check.all_come(HANDOVER_SECONDS)
 
     def _queue(self, job: _Job) -> Handle[Any]:
         if self._closed:
             raise in_step(RuntimeError("asynchronous calls have ended: the program is exiting"))
+        self._queued += 1
         self._jobs.put(job)
         return Handle(job.future)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all submitted calls have ended."""
+        return self._queued == self._ended
 
     def entries(self) -> list[Entry]:
         """The recorded calls."""
@@ -211,14 +191,12 @@ class ProgressThread:
         """Run one job; False at the end. No reference to the job remains while the thread waits."""
         job = self._jobs.get()
         if job is not None:
-            engine.wait_policy.deadline, engine.wait_policy.line = self._policy.deadline, job.line
-            if job.tuned is not None and job.tuned[0] is not engine.costs:
-                engine.use(*job.tuned)
             ends = job.operation.signature is _END
             with engine.wait_policy.no_longer_than(_RETRY_SECONDS if ends else None):
                 # The final call needs no shared memory, which is not created at this time.
                 if ends or self._settle(engine, job):
-                    run_into(job.future, engine, job.operation, job.number)
+                    _run(engine, job, self._policy)
+            self._ended += 1
         goes_on = job is not None
         # The traceback of the call's error holds this frame, too.
         del job
@@ -226,8 +204,9 @@ class ProgressThread:
 
     def _settle(self, engine: Engine, job: _Job) -> bool:
         """Before the first job: synchronize and set up shared memory; False if that failed."""
-        if self._settled:
+        if self._engine is not None:
             return True
+        _prepare(engine, job, self._policy)
         try:
             engine.perform(
                 Signature("start of asynchronous calls", scope=str(job.operation.signature)),
@@ -238,7 +217,7 @@ class ProgressThread:
             return False
         finally:
             del job
-        self._settled = True
+        self._engine = engine
         return True
 
 
@@ -250,6 +229,18 @@ class _Job(NamedTuple):
     """The cost parameters at submission, so that all ranks change them at the same job."""
     number: int
     """Of `Failures.begin`."""
+
+
+def _prepare(engine: Engine, job: _Job, policy: WaitPolicy) -> None:
+    engine.wait_policy.deadline, engine.wait_policy.line = policy.deadline, job.line
+    if job.tuned is not None and job.tuned[0] is not engine.costs:
+        engine.use(*job.tuned)
+
+
+def _run(engine: Engine, job: _Job, policy: WaitPolicy) -> None:
+    """Run a job in this thread, with the deadline of the blocking calls now."""
+    _prepare(engine, job, policy)
+    run_into(job.future, engine, job.operation, job.number)
 
 
 def run_into(future: Future[Any], engine: Engine, operation: Operation, number: int) -> None:

@@ -17,7 +17,8 @@ from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
 
 from collectives.consistency.uncaught import end_alone
-from collectives.lifecycle.futures import complete_all, failures
+from collectives.lifecycle.failures import failures
+from collectives.lifecycle.futures import complete_all
 from collectives.waiting.wait_policy import log
 
 _UNSENT = "messages that other ranks have not received when this rank ends are lost"

@@ -105,8 +105,21 @@ class WaitPolicy:
     @contextmanager
     def sleeping_early(self) -> Iterator[None]:
         """Within the context, wait as after `sleep_early`: another thread computes meanwhile."""
+        with self._for_now():
+            self.sleep_early()
+            yield
+
+    @contextmanager
+    def waiting_as(self, other: WaitPolicy) -> Iterator[None]:
+        """Within the context, spin and yield as long as the other one does."""
+        with self._for_now():
+            self.spins, self.yields = other.spins, other.yields
+            self._yield_seconds = other._yield_seconds
+            yield
+
+    @contextmanager
+    def _for_now(self) -> Iterator[None]:
         usual = self.spins, self.yields, self._yield_seconds
-        self.sleep_early()
         try:
             yield
         finally:

@@ -46,9 +46,9 @@ def test_nothing_is_wrong(name, comm, world):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.counterpart == name])
 def test_the_asynchronous_form_of_each(name, comm, world, monkeypatch):
-    started = []
+    started, start = [], getattr(comm, f"{name}_async")
 
-    def recorded(*arguments, start=getattr(comm, f"{name}_async"), **named):
+    def recorded(*arguments, **named):
         started.append(name)
         return start(*arguments, **named)
 
