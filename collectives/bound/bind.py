@@ -129,7 +129,7 @@ def _made_on_node(
     memory, pool, in_use = node.steps.memory, node.pool, node.pool.in_use
     own, peer, fence, arrive = memory.own, memory.others[0], memory.fence, check.check_at
     # With two ranks and ordered stores, the peer's equal word proves that both have arrived.
-    one_word = engine.size == 2 and fence is None
+    one_word, waiting = engine.size == 2 and fence is None, engine.wait_policy.call
 
     def make(source: Any, target: Any, sequence: int) -> Any:
         if in_use is not pool.in_use:
@@ -142,6 +142,9 @@ def _made_on_node(
         check.sequence, own[index] = sequence, word
         if not one_word or peer[index] != word:
             arrive(signature, word, sequence)
+        else:
+            # For messages: moving the data may wait, too.
+            waiting.what, waiting.sequence = signature, sequence
         return index + DATA
 
     return make

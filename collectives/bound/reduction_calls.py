@@ -55,7 +55,8 @@ class BoundReductionCalls(BoundCalls):
         self, array: Any, op: ReduceOp | str, axis: Any, out: Any, algorithm: str | None
     ) -> Any:
         """As `Communicator.reduce_scatter`."""
-        if type(axis) is int and axis == 0:
+        # An array without axes counts as one row.
+        if type(axis) is int and axis == 0 and getattr(array, "ndim", 0):
             got = self._fold("reduce_scatter", array, op, 0, out, algorithm)
             if got is not PASS:
                 return got

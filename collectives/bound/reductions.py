@@ -136,7 +136,7 @@ def reduce_scatter(
         counts=counts,
         algorithm=algorithm,
     )
-    key = "reduce_scatter", op, given.array.dtype, shape, rows.axis
+    key = "reduce_scatter", op, given.array.dtype, given.shape, rows.axis
     part = output.buffer.reshape(own, *rows.rest)
     return bound_operation(
         signature, key, bind, source.reshape(shape), part, lambda _: output.deliver(), algorithm

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, DtypeMismatchError
+from collectives import Communicator, DtypeMismatchError, ShapeMismatchError
 from collectives.diagnostics import tuning
 from collectives.shm.selector import PathSelector
 from tests.slow import slow
@@ -82,6 +82,20 @@ def test_scalars_are_rows_of_their_own(comm):
         for dtype in ("f8", "f2", ml_dtypes.bfloat16):
             part = comm.reduce_scatter(np.array(2, dtype))
             assert part.tolist() == [2.0 * comm.size] * (comm.rank == 0)
+
+
+@marked(on_few)
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+def test_a_scalar_is_no_row_of_another_rank(comm, algorithm):
+    """Neither call may be taken for the other, whichever was made before."""
+    scalar, row = np.array(1.0), np.ones(1)
+    for mine in (scalar, row):
+        comm.reduce_scatter(mine, algorithm=algorithm)
+        with pytest.raises(ShapeMismatchError):
+            comm.reduce_scatter(scalar if comm.rank == 0 else row, algorithm=algorithm)
+        for each in (scalar, row):
+            part = comm.reduce_scatter(each, algorithm=algorithm)
+            assert part.tolist() == [comm.size] * (comm.rank == 0)
 
 
 @marked(on_few)

@@ -63,6 +63,19 @@ def node_map(group):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+def test_messages_name_the_call_of_which_data_move(comm, algorithm):
+    """Also of the rank that has come last, which has not waited for the other one's arrival."""
+    for _ in range(20):
+        comm.barrier("before")
+        comm.all_reduce(np.full(LARGE, comm.rank + 1.0), algorithm=algorithm)
+        waiting = comm._engine.wait_policy.call
+        assert waiting.what.collective == "all_reduce"
+        assert waiting.sequence == comm._engine.call_check.sequence
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
