@@ -56,7 +56,7 @@ class BoundReductionCalls(BoundCalls):
     ) -> Any:
         """As `Communicator.reduce_scatter`."""
         # An array without axes counts as one row.
-        if type(axis) is int and axis == 0 and getattr(array, "ndim", 0):
+        if type(axis) is int and axis == 0 and getattr(array, "ndim", 0) > 0:
             got = self._fold("reduce_scatter", array, op, 0, out, algorithm)
             if got is not PASS:
                 return got

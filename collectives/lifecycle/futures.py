@@ -95,18 +95,21 @@ class ProgressThread:
         self._thread.start()
         _running.add(self)
 
-    def submit(self, operation: Operation, line: str, tuned: Tuned | None) -> Handle[Any]:
+    def submit(self, operation: Operation, tuned: Tuned | None) -> Handle[Any]:
         """Queue the operation, or make a brief call at once. RuntimeError after `begin_close`.
 
-        `line` is the user's source line, `tuned` the cost parameters to use, and their source.
+        `tuned` are the cost parameters to use, and their source.
         """
         failures.report()
-        job = _Job(operation, line, Future(), tuned, failures.begin())
+        job = _Job(operation, None, Future(), tuned, failures.begin())
         engine = self._engine
         if engine is None or self._closed or not self._comes_soon(engine, operation.signature):
-            return self._queue(job)
-        with engine.wait_policy.waiting_as(self._policy):
+            return self._queue(job._replace(line=calling_line()))
+        engine.wait_policy.wait_as(self._policy)
+        try:
             _run(engine, job, self._policy)
+        finally:
+            engine.wait_policy.sleep_early()
         error = job.future.exception()
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -223,7 +226,8 @@ class ProgressThread:
 
 class _Job(NamedTuple):
     operation: Operation
-    line: str
+    line: str | None
+    """Where the user made the call, if that was in another thread."""
     future: Future[Any]
     tuned: Tuned | None
     """The cost parameters at submission, so that all ranks change them at the same job."""

@@ -105,25 +105,17 @@ class WaitPolicy:
     @contextmanager
     def sleeping_early(self) -> Iterator[None]:
         """Within the context, wait as after `sleep_early`: another thread computes meanwhile."""
-        with self._for_now():
-            self.sleep_early()
-            yield
-
-    @contextmanager
-    def waiting_as(self, other: WaitPolicy) -> Iterator[None]:
-        """Within the context, spin and yield as long as the other one does."""
-        with self._for_now():
-            self.spins, self.yields = other.spins, other.yields
-            self._yield_seconds = other._yield_seconds
-            yield
-
-    @contextmanager
-    def _for_now(self) -> Iterator[None]:
         usual = self.spins, self.yields, self._yield_seconds
+        self.sleep_early()
         try:
             yield
         finally:
             self.spins, self.yields, self._yield_seconds = usual
+
+    def wait_as(self, other: WaitPolicy) -> None:
+        """Spin and yield as long as the other one does."""
+        self.spins, self.yields = other.spins, other.yields
+        self._yield_seconds = other._yield_seconds
 
     def for_single_wait(self, what: str, deadline: float | None) -> WaitPolicy:
         """A policy with the same spin and yield times for a single, possibly concurrent wait."""
