@@ -165,7 +165,7 @@ def _join(
     output = None if out is None else rows.output(out, room, rows.dtype, array)
     target = None if output is None else output.buffer.reshape(room, *rows.rest)
 
-    def bind(engine: Engine) -> Bound:
+    def binder(engine: Engine) -> Bound:
         return bind_all_gather(
             engine, signature, rows.count, room, rows.rest, rows.dtype, algorithm
         )
@@ -178,7 +178,7 @@ def _join(
     shape = rows.count, *rows.rest
     key = collective, rows.dtype, shape, room, rows.axis, root
     source = rows.flat.reshape(shape)
-    return bound_operation(signature, key, bind, source, target, deliver, algorithm)
+    return bound_operation(signature, key, binder, source, target, deliver, algorithm)
 
 
 def _join_on_gpu(

@@ -254,18 +254,18 @@ def all_to_all(
 
         return Operation(signature, run, on_gpu=True)
     if algorithm is not None:
-        bind = partial(bind_forced, signature=signature, algorithm=algorithm)
+        binder = partial(bind_forced, signature=signature, algorithm=algorithm)
         key: tuple[Any, ...] = (name, nbytes)
-        return bound_operation(signature, key, bind, given, None, parts.deliver, algorithm)
+        return bound_operation(signature, key, binder, given, None, parts.deliver, algorithm)
     if parts.whole is not None:
         whole, output = parts.whole
         key = name, "equal", whole.dtype, whole.shape, None
-        bind = partial(bind_equal, shape=whole.shape, dtype=whole.dtype)
+        binder = partial(bind_equal, shape=whole.shape, dtype=whole.dtype)
         target = output.buffer.reshape(whole.shape)
-        return bound_operation(signature, key, bind, whole, target, lambda _: output.deliver())
+        return bound_operation(signature, key, binder, whole, target, lambda _: output.deliver())
     if not parts.alike:
-        bind = partial(bind_differing, nbytes=nbytes)
-        return bound_operation(signature, (name, nbytes), bind, given, None, parts.deliver)
+        binder = partial(bind_differing, nbytes=nbytes)
+        return bound_operation(signature, (name, nbytes), binder, given, None, parts.deliver)
     # In the dtype that other ranks send, also where NumPy would choose another.
     source = np.concatenate([array.reshape(-1) for array in given], dtype=first.dtype)
     received = np.empty((len(given), *first.shape), first.dtype)
@@ -274,5 +274,5 @@ def all_to_all(
         return parts.deliver(differing or [received[peer, ...] for peer in range(len(given))])
 
     key = name, None, source.dtype, first.shape, None
-    bind = partial(bind_all_to_all, shape=first.shape, dtype=source.dtype)
-    return bound_operation(signature, key, bind, source, received.reshape(-1), deliver)
+    binder = partial(bind_all_to_all, shape=first.shape, dtype=source.dtype)
+    return bound_operation(signature, key, binder, source, received.reshape(-1), deliver)

@@ -36,10 +36,10 @@ _RETRY_SECONDS = 0.5
 # The number of a call that is not the program's.
 _OWN = -1
 
-HANDOVER_SECONDS = 5e-4
-"""What another thread may cost, with the wait for Python's lock."""
-BRIEF_BYTES = 1 << 20
-"""Calls on so few bytes take less time than that. As DDP's first bucket."""
+# What another thread costs, about: to wait longer for the other ranks would not pay.
+HANDOVER_SECONDS = 1e-4
+# Calls on so few bytes take a part of that time. Larger ones had better overlap.
+BRIEF_BYTES = 64 << 10
 
 
 class Handle(Generic[Result]):

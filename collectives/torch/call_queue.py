@@ -23,12 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work
 
-from collectives.lifecycle.futures import BRIEF_BYTES, HANDOVER_SECONDS
 from collectives.torch.works import PendingWork, done
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
 
 Action = Callable[[], None]
+# What the other thread costs, where torch's threads compute.
+_HANDOVER_SECONDS = 5e-4
+# They take less time than the other thread's start. As DDP's first bucket.
+_BRIEF_BYTES = 1 << 20
 
 
 class CallQueue:
@@ -98,9 +101,9 @@ class CallQueue:
 
     def _run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
         """Make a brief call in this thread if all ranks make it soon: its ended work, else None."""
-        if self.pending or _bytes_of(outputs) > BRIEF_BYTES:
+        if self.pending or _bytes_of(outputs) > _BRIEF_BYTES:
             return None
-        if not self._all_come(HANDOVER_SECONDS):
+        if not self._all_come(_HANDOVER_SECONDS):
             return None
         return self._run_now(outputs, name, action, [])
 
