@@ -119,7 +119,7 @@ class BoundCalls:
         out: Any,
     ) -> Any:
         """A call on the memory of a tensor, and of `out`."""
-        bound = self._find(key, algorithm)
+        bound = self.known.get(key) if algorithm is None else self._find(key, algorithm)
         if bound is None:
             return PASS
         if out is None:

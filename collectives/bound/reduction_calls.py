@@ -31,7 +31,8 @@ class BoundReductionCalls(BoundCalls):
                 got = bound(array, out)
         elif (views := self._tensors.views(array, out)) is not None:
             source, target = views
-            got = self._on_tensor(key_of(source, op, what), algorithm, source, target, out)
+            key = (op, source.dtype, source.shape) if what is None else key_of(source, op, what)
+            got = self._on_tensor(key, algorithm, source, target, out)
         elif algorithm is None and what is None and on_gpu(array):
             got = self._on_gpu("all_reduce", array, out, op)
         if got is not PASS:
