@@ -89,6 +89,8 @@ class ProgressThread:
         self._engine: Engine | None = None
         """That of the calls, once it is set up."""
         self._queued = self._ended = 0
+        self._is_here = False
+        """Whether a call runs in the thread that submitted it."""
         self._final_call: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
@@ -105,11 +107,13 @@ class ProgressThread:
         engine = self._engine
         if engine is None or self._closed or not self._comes_soon(engine, operation.signature):
             return self._queue(job._replace(line=calling_line()))
+        self._is_here = True
         engine.wait_policy.wait_as(self._policy)
         try:
             _run(engine, job, self._policy)
         finally:
             engine.wait_policy.sleep_early()
+            self._is_here = False
         error = job.future.exception()
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -133,7 +137,7 @@ class ProgressThread:
     @property
     def idle(self) -> bool:
         """Whether all submitted calls have ended."""
-        return self._queued == self._ended
+        return self._queued == self._ended and not self._is_here
 
     def entries(self) -> list[Entry]:
         """The recorded calls."""

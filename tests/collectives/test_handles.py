@@ -217,6 +217,31 @@ def test_a_brief_call_that_all_ranks_start_runs_in_the_callers_thread(comm, monk
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
+def test_a_call_that_a_signals_handler_starts_within_another_waits_for_it(comm, monkeypatch):
+    part = comm.split(0)
+    if "Open MPI" in comm._engine.transport.library:
+        pytest.skip("where Open MPI was loaded first, asynchronous calls share no memory")
+    part.all_reduce_async(np.ones(1)).wait()
+    wait_until(lambda: part._duplicate.progress.idle)
+    within, ended = [], []
+
+    def interrupted(future, engine, operation, number, run=futures.run_into):
+        with engine.lock:
+            if not within:
+                within.append(part.all_reduce_async(np.full(3, comm.rank), "max"))
+            run(future, engine, operation, number)
+            ended.append(operation.signature.op)
+
+    monkeypatch.setattr(futures, "run_into", interrupted)
+    monkeypatch.setattr(futures, "HANDOVER_SECONDS", 30)
+    assert part.all_reduce_async(np.full(3, comm.rank), "min").wait().tolist() == [0] * 3
+    assert within[0].wait().tolist() == [1] * 3
+    assert ended == ["min", "max"]
+    part.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
 def test_progress_is_made_while_the_caller_computes(comm):
     """No call after the submission, until the other thread has completed it."""
     ended = threading.Event()
