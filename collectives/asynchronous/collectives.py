@@ -68,9 +68,7 @@ class AsynchronousCollectives:
 
     Asynchronous calls run in the order in which they were started, the same on every rank, on a
     duplicate of the communicator. Blocking calls may be made in between. The deadline of a call
-    begins when it runs. Neither inputs nor outputs may be changed before the call is done. A call
-    on at most 64 KiB that all ranks start within a tenth of a millisecond, on one node and none of
-    them with another in progress, is done when the method returns: the thread would take longer.
+    begins when it runs. Neither inputs nor outputs may be changed before the call is done.
     """
 
     _engine: Engine

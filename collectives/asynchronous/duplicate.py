@@ -10,6 +10,7 @@ from collectives.consistency.flight_recorder import Entry
 from collectives.execution.engine import Engine
 from collectives.lifecycle.futures import Handle, ProgressThread, run_at_once
 from collectives.lifecycle.nodes import Topology
+from collectives.waiting.wait_policy import calling_line
 
 
 class Duplicate:
@@ -26,13 +27,13 @@ class Duplicate:
         """Queue the operation, or run it now if no thread may make its progress."""
         if self.transport is None:
             return run_at_once(self._engine, operation)
-        return self._engine.whole(self._queue, operation, in_order=False)
+        return self._engine.whole(self._queue, operation, calling_line(), in_order=False)
 
-    def _queue(self, operation: Operation) -> Handle[Any]:
+    def _queue(self, operation: Operation, line: str) -> Handle[Any]:
         engine = self._engine
         # From here on other ranks may detect the call, however it ends.
         engine.begun += 1
-        return self._thread().submit(operation, (engine.costs, engine.costs_source))
+        return self._thread().submit(operation, line, (engine.costs, engine.costs_source))
 
     def _thread(self) -> ProgressThread:
         if self.progress is None:

@@ -1,8 +1,4 @@
-"""Asynchronous calls: a thread makes their progress while the caller computes.
-
-A brief call would take several times as long there, so that the caller's thread makes it, if all
-ranks come soon: it then waits for no rank that may wait for this one.
-"""
+"""Asynchronous calls: a thread makes their progress while the caller computes."""
 
 from __future__ import annotations
 
@@ -35,11 +31,6 @@ _END = _CLOSE._replace(scope=ENDED)
 _RETRY_SECONDS = 0.5
 # The number of a call that is not the program's.
 _OWN = -1
-
-# What another thread costs, about: to wait longer for the other ranks would not pay.
-HANDOVER_SECONDS = 1e-4
-# Calls on so few bytes take a part of that time. Larger ones had better overlap.
-BRIEF_BYTES = 64 << 10
 
 
 class Handle(Generic[Result]):
@@ -85,59 +76,26 @@ class ProgressThread:
         """A call has the deadline that `policy`, that of the blocking calls, has at its begin."""
         self._transport, self._topology, self._policy = transport, topology, policy
         self.recorder: FlightRecorder | None = None
-        self._closed = False
-        self._engine: Engine | None = None
-        """That of the calls, once it is set up."""
-        self._queued = self._ended = 0
-        self._is_here = False
-        """Whether a call runs in the thread that submitted it."""
+        self._closed = self._settled = False
         self._final_call: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
         _running.add(self)
 
-    def submit(self, operation: Operation, tuned: Tuned | None) -> Handle[Any]:
-        """Queue the operation, or make a brief call at once. RuntimeError after `begin_close`.
+    def submit(self, operation: Operation, line: str, tuned: Tuned | None) -> Handle[Any]:
+        """Queue the operation and return at once. RuntimeError after `begin_close`.
 
-        `tuned` are the cost parameters to use, and their source.
+        `line` is the user's source line, `tuned` the cost parameters to use, and their source.
         """
         failures.report()
-        job = _Job(operation, None, Future(), tuned, failures.begin())
-        engine = self._engine
-        if engine is None or self._closed or not self._comes_soon(engine, operation.signature):
-            return self._queue(job._replace(line=calling_line()))
-        self._is_here = True
-        engine.wait_policy.wait_as(self._policy)
-        try:
-            _run(engine, job, self._policy)
-        finally:
-            engine.wait_policy.sleep_early()
-            self._is_here = False
-        error = job.future.exception()
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        return Handle(job.future)
-
-    def _comes_soon(self, engine: Engine, call: Signature) -> bool:
-        """Whether a brief call can be made now, and all ranks make it soon."""
-        brief = 0 < call.nbytes <= BRIEF_BYTES or call.collective == "barrier"
-        if not brief or not self.idle or engine.broken is not None:
-            return False
-        check = engine.call_check
-        return check is None or check.all_come(HANDOVER_SECONDS)
+        return self._queue(_Job(operation, line, Future(), tuned, failures.begin()))
 
     def _queue(self, job: _Job) -> Handle[Any]:
         if self._closed:
             raise in_step(RuntimeError("asynchronous calls have ended: the program is exiting"))
-        self._queued += 1
         self._jobs.put(job)
         return Handle(job.future)
-
-    @property
-    def idle(self) -> bool:
-        """Whether all submitted calls have ended."""
-        return self._queued == self._ended and not self._is_here
 
     def entries(self) -> list[Entry]:
         """The recorded calls."""
@@ -198,12 +156,14 @@ class ProgressThread:
         """Run one job; False at the end. No reference to the job remains while the thread waits."""
         job = self._jobs.get()
         if job is not None:
+            engine.wait_policy.deadline, engine.wait_policy.line = self._policy.deadline, job.line
+            if job.tuned is not None and job.tuned[0] is not engine.costs:
+                engine.use(*job.tuned)
             ends = job.operation.signature is _END
             with engine.wait_policy.no_longer_than(_RETRY_SECONDS if ends else None):
                 # The final call needs no shared memory, which is not created at this time.
                 if ends or self._settle(engine, job):
-                    _run(engine, job, self._policy)
-            self._ended += 1
+                    run_into(job.future, engine, job.operation, job.number)
         goes_on = job is not None
         # The traceback of the call's error holds this frame, too.
         del job
@@ -211,9 +171,8 @@ class ProgressThread:
 
     def _settle(self, engine: Engine, job: _Job) -> bool:
         """Before the first job: synchronize and set up shared memory; False if that failed."""
-        if self._engine is not None:
+        if self._settled:
             return True
-        _prepare(engine, job, self._policy)
         try:
             engine.perform(
                 Signature("start of asynchronous calls", scope=str(job.operation.signature)),
@@ -224,31 +183,18 @@ class ProgressThread:
             return False
         finally:
             del job
-        self._engine = engine
+        self._settled = True
         return True
 
 
 class _Job(NamedTuple):
     operation: Operation
-    line: str | None
-    """Where the user made the call, if that was in another thread."""
+    line: str
     future: Future[Any]
     tuned: Tuned | None
     """The cost parameters at submission, so that all ranks change them at the same job."""
     number: int
     """Of `Failures.begin`."""
-
-
-def _prepare(engine: Engine, job: _Job, policy: WaitPolicy) -> None:
-    engine.wait_policy.deadline, engine.wait_policy.line = policy.deadline, job.line
-    if job.tuned is not None and job.tuned[0] is not engine.costs:
-        engine.use(*job.tuned)
-
-
-def _run(engine: Engine, job: _Job, policy: WaitPolicy) -> None:
-    """Run a job in this thread, with the deadline of the blocking calls now."""
-    _prepare(engine, job, policy)
-    run_into(job.future, engine, job.operation, job.number)
 
 
 def run_into(future: Future[Any], engine: Engine, operation: Operation, number: int) -> None:

@@ -28,7 +28,7 @@ from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
 
 Action = Callable[[], None]
-# What the other thread costs, where torch's threads compute.
+# What the other thread costs.
 _HANDOVER_SECONDS = 5e-4
 # They take less time than the other thread's start. As DDP's first bucket.
 _BRIEF_BYTES = 1 << 20

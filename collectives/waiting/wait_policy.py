@@ -112,11 +112,6 @@ class WaitPolicy:
         finally:
             self.spins, self.yields, self._yield_seconds = usual
 
-    def wait_as(self, other: WaitPolicy) -> None:
-        """Spin and yield as long as the other one does."""
-        self.spins, self.yields = other.spins, other.yields
-        self._yield_seconds = other._yield_seconds
-
     def for_single_wait(self, what: str, deadline: float | None) -> WaitPolicy:
         """A policy with the same spin and yield times for a single, possibly concurrent wait."""
         other = WaitPolicy(deadline)

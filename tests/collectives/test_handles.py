@@ -21,11 +21,9 @@ from collectives import (
     RootMismatchError,
     ShapeMismatchError,
 )
-from collectives.lifecycle import futures
 from collectives.transports.local import run
 from tests.collectives.oracle import case, reduced, value, values
 from tests.slow import slow, slow_but
-from tests.strategies.posts import wait_until
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import errors_of
 
@@ -185,59 +183,6 @@ def test_it_returns_before_the_others_have_come(comm):
         comm.barrier()
         handle = comm.all_reduce_async(value(comm.rank, 1000))
     np.testing.assert_array_equal(handle.wait(10), reduced("sum", values(comm.size, 1000)))
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
-def test_a_brief_call_that_all_ranks_start_runs_in_the_callers_thread(comm, monkeypatch):
-    """Unless another call is in progress, or it moves more bytes."""
-    part = comm.split(0)
-    if "Open MPI" in comm._engine.transport.library:
-        pytest.skip("where Open MPI was loaded first, asynchronous calls share no memory")
-    part.all_reduce_async(np.ones(1)).wait()  # sets up the thread
-    callers = []
-
-    def noted(*arguments, run=futures.run_into):
-        callers.append(threading.current_thread() is threading.main_thread())
-        run(*arguments)
-
-    monkeypatch.setattr(futures, "run_into", noted)
-    monkeypatch.setattr(futures, "HANDOVER_SECONDS", 30)
-    small, large = np.full(10, comm.rank), np.full(futures.BRIEF_BYTES, comm.rank)
-    for given, here in ((small, True), (large, False), (small, True)):
-        callers.clear()
-        # The thread notes the end of a call just after it has given the result.
-        wait_until(lambda: part._duplicate.progress.idle)
-        handle = part.all_reduce_async(given, "max")
-        assert handle.done() or not here
-        assert (handle.wait() == comm.size - 1).all()
-        assert callers == [here]
-    part.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2)
-def test_a_call_that_a_signals_handler_starts_within_another_waits_for_it(comm, monkeypatch):
-    part = comm.split(0)
-    if "Open MPI" in comm._engine.transport.library:
-        pytest.skip("where Open MPI was loaded first, asynchronous calls share no memory")
-    part.all_reduce_async(np.ones(1)).wait()
-    wait_until(lambda: part._duplicate.progress.idle)
-    within, ended = [], []
-
-    def interrupted(future, engine, operation, number, run=futures.run_into):
-        with engine.lock:
-            if not within:
-                within.append(part.all_reduce_async(np.full(3, comm.rank), "max"))
-            run(future, engine, operation, number)
-            ended.append(operation.signature.op)
-
-    monkeypatch.setattr(futures, "run_into", interrupted)
-    monkeypatch.setattr(futures, "HANDOVER_SECONDS", 30)
-    assert part.all_reduce_async(np.full(3, comm.rank), "min").wait().tolist() == [0] * 3
-    assert within[0].wait().tolist() == [1] * 3
-    assert ended == ["min", "max"]
-    part.close()
 
 
 @pytest.mark.mpi
