@@ -95,8 +95,7 @@ def bind_all_gather(
         # Of a gather only the root has another target than the source.
         filled = sent if joined is None else joined.reshape(-1).view(_BYTES)
         if path is None:
-            how = {"lengths": lengths, "root": root, "algorithm": algorithm}
-            engine.run(collective, sent, filled, **how)
+            engine.run(collective, sent, filled, lengths=lengths, root=root, algorithm=algorithm)
         elif addressed and index is not None:
             engine.path = errstate(path.run, addresses, total, sent, filled, lengths, root)
         else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from collectives.bound.bind import bind
-from collectives.bound.calls import Bound, as_it_is, bound_operation
+from collectives.bound.calls import as_it_is, bound_operation
 from collectives.bound.movement_calls import BoundMovementCalls
 from collectives.bound.reduction_calls import BoundReductionCalls
 from collectives.bound.small import nothing
@@ -41,11 +42,9 @@ class CallCache(BoundReductionCalls, BoundMovementCalls):
             return
         operation = barrier(self._engine, what)
         if what in self._barriers_seen:
-            signature, key = operation.signature, ("barrier", what)
-
-            def bind_barrier(engine: Engine) -> Bound:
-                return bind(engine, signature, nothing)
-
-            operation = bound_operation(signature, key, bind_barrier, None, None, as_it_is)
+            binder = partial(bind, signature=operation.signature, run=nothing)
+            operation = bound_operation(
+                operation.signature, ("barrier", what), binder, None, None, as_it_is
+            )
         self._barriers_seen.put(what, None)
         self._run(operation)

@@ -9,11 +9,7 @@ from typing import Any
 from collectives import algorithms
 from collectives.arrays.kinds import Output, after_reading, copied, empty, may_overlap
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.bound.calls import (
-    Bound,
-    bound_operation,
-    operation_on_gpu,
-)
+from collectives.bound.calls import Bound, bound_operation, operation_on_gpu
 from collectives.bound.folds import bind_all_reduce, bind_reduce, bind_reduce_scatter, bind_scan
 from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows

@@ -40,8 +40,8 @@ def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) ->
 
     def sent_of(array: Any, axis: Any) -> tuple[Sent, Array | None]:
         """What the root sends, and its elements; the error if there are none."""
-        plain = type(array) is np.ndarray and type(axis) is int and axis == 0
-        if plain and algorithm is None and array.flags.carray:
+        plain = type(array) is np.ndarray and type(axis) is int and axis == 0 and not algorithm
+        if plain and array.flags.carray:
             pickled = pickles.get((array.dtype, array.shape))
             if pickled is not None:
                 flat = array.reshape(-1)
