@@ -56,13 +56,19 @@ class CallCheck:
         """Number of the last call that was made, or that other ranks may have seen."""
 
     def all_come(self, seconds: float) -> bool:
-        """Whether no rank waits for long in the next call: all come within that time.
+        """Whether no rank waits for long in the next call: all programs wait in it in that time.
 
-        False where the ranks don't share one node's memory. To be asked only before that call.
+        False where the ranks don't share one node's memory. To be asked only before that call,
+        which this rank makes in another thread than the program's if it is False.
         """
         if self.node_barrier is None or self.nodes > 1:
             return False
         return intents.all_come(self.node_barrier.memory, self.sequence + 1, seconds)
+
+    def note_queued(self) -> None:
+        """Publish that the next call is made in another thread than the program's."""
+        if self.node_barrier is not None:
+            intents.note_queued(self.node_barrier.memory, self.sequence + 1)
 
     def check(self, signature: Signature) -> None:
         """Return when every rank has made this call.

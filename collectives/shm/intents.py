@@ -1,7 +1,9 @@
-"""Which of the node's ranks make their next call, before they make it.
+"""Which of the node's ranks make their next call, and whether their program waits in it.
 
-A rank that must not wait for the others in a call, because one of them may wait for it, finds so
-that it would not wait for long. Nothing else depends on these words.
+An asynchronous call that runs in the thread of the program blocks it until the others have come. It
+is no worse than one in another thread only if the others' programs wait, too: a call that a rank
+makes in another thread takes turns with what its program computes (Python's lock, 5 ms a turn).
+Nothing else depends on these words.
 """
 
 from __future__ import annotations
@@ -12,24 +14,41 @@ import time
 from collectives.shm.layout import ARRIVALS, INTENDED, NodeMemory
 from collectives.shm.node_barrier import SEQUENCE_MASK, has_arrived
 
+# Added to the number of a call that is made in another thread than the program's.
+_QUEUED = 1 << 62
+
 
 def all_come(memory: NodeMemory, sequence: int, seconds: float) -> bool:
-    """Whether all the node's ranks arrive at the call, or wait here, within that time.
+    """Whether the programs of all the node's ranks wait in the call, or here, within that time.
 
     They then make it, whatever else each of them waits for. This rank has to make it next, too,
-    even if not all come: others may have seen that it waited here.
+    even if not all come: others may have seen that it waited here. It makes it in another thread
+    then. (A rank that leaves while another sees it here is waited for all the same.)
     """
-    number, index = sequence & SEQUENCE_MASK, ARRIVALS[sequence & 1]
     memory.publish(INTENDED, sequence)
     limit = time.monotonic() + seconds
     for words in memory.others:
-        while not (words[INTENDED] == sequence or has_arrived(words[index], number)):
-            if time.monotonic() > limit:
+        while not _waits(memory, words, sequence):
+            if words[INTENDED] == sequence | _QUEUED or time.monotonic() > limit:
+                note_queued(memory, sequence)
                 return False
             os.sched_yield()
     return True
 
 
+def note_queued(memory: NodeMemory, sequence: int) -> None:
+    """Publish that this rank makes the call in another thread than the program's."""
+    memory.publish(INTENDED, sequence | _QUEUED)
+
+
 def withdraw(memory: NodeMemory) -> None:
     """Note that this rank does not make the call now, since it has waited too long in it."""
     memory.publish(INTENDED, 0)
+
+
+def _waits(memory: NodeMemory, words: memoryview, sequence: int) -> bool:
+    if words[INTENDED] == sequence:
+        return True
+    arrived = has_arrived(words[ARRIVALS[sequence & 1]], sequence & SEQUENCE_MASK)
+    memory.order_loads()
+    return arrived and words[INTENDED] != sequence | _QUEUED

@@ -3,8 +3,8 @@
 torch's programs may call a collective with `async_op=True` on one rank and without on another, as
 `Join` does: both kinds share one order and one communicator. A call that is waited for runs in the
 caller's thread where no other is pending; the others run on the group's own thread. There a brief
-call would take several times as long, so that it runs in the caller's thread too if all ranks come
-soon: it then waits for no rank that may wait for this one.
+call would take several times as long, so that it runs in the caller's thread too if the programs of
+all ranks wait in it soon: it then waits for no rank that may wait for this one, or that computes.
 
 Calls on a GPU run in the caller's thread. They must be enqueued in the order of the program, those
 of several groups too: NCCL's kernels wait for each other. Over NCCL they are enqueued on a stream
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work
 
+from collectives.consistency.call_scope import CallScope
 from collectives.torch.works import PendingWork, done
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
@@ -39,16 +40,15 @@ class CallQueue:
 
     def __init__(
         self,
+        scope: CallScope,
         policy: WaitPolicy,
-        all_come: Callable[[float], bool],
         on_gpus: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
-        """`policy` is how the group's calls wait.
+        """`scope` is that of the group's calls, `policy` is how they wait.
 
-        `all_come` says whether all ranks make the next call within some seconds. `on_gpus` is a
-        context for a call on a GPU, which says whether it is asynchronous.
+        `on_gpus` is a context for a call on a GPU, which says whether it is asynchronous.
         """
-        self._policy, self._all_come, self._on_gpus = policy, all_come, on_gpus
+        self._scope, self._policy, self._on_gpus = scope, policy, on_gpus
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -103,7 +103,8 @@ class CallQueue:
         """Make a brief call in this thread if all ranks make it soon: its ended work, else None."""
         if self.pending or _bytes_of(outputs) > _BRIEF_BYTES:
             return None
-        if not self._all_come(_HANDOVER_SECONDS):
+        check = self._scope.call_check
+        if check is not None and not check.all_come(_HANDOVER_SECONDS):
             return None
         return self._run_now(outputs, name, action, [])
 
@@ -157,10 +158,13 @@ class CallQueue:
         job = self._jobs.get()
         if job is None:
             return False
-        with self._policy.sleeping_early():
-            self._policy.line = job.line
+        policy, check = self._policy, self._scope.call_check
+        if check is not None:
+            check.note_queued()
+        with policy.sleeping_early():
+            policy.line = job.line
             failed = _failure_of(job.action)
-            self._policy.line = None
+            policy.line = None
         with self._lock:
             self.pending -= 1
         job.work.finish(None if failed is None else _with_line(failed, job.line))

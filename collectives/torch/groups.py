@@ -56,10 +56,6 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     comm = Communicator(mpi_comm, deadline=options.timeout.total_seconds())
     engine = comm._engine
 
-    def all_come(seconds: float) -> bool:
-        check = engine.call_check
-        return check is None or check.all_come(seconds)
-
     @contextmanager
     def on_gpus(asynchronous: bool) -> Iterator[None]:
         assert engine.devices is not None
@@ -73,7 +69,7 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
         ):
             yield
 
-    queue = CallQueue(engine.wait_policy, all_come, on_gpus)
+    queue = CallQueue(engine, engine.wait_policy, on_gpus)
     messages = Messages(mpi_comm, engine.wait_policy, members)
     return CollectivesProcessGroup(backend, comm, messages, queue, members)
 

@@ -3,6 +3,7 @@
 import functools
 import operator
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -453,6 +454,37 @@ def test_an_asynchronous_call_waits_for_no_rank_that_waits_for_its_own(torch, di
         work = dist.all_reduce(tensor, async_op=True)
     work.wait()
     assert tensor[0].item() == comm.size * (comm.size + 1) / 2
+
+
+def test_an_asynchronous_call_waits_for_no_rank_that_computes(torch, dist, comm, monkeypatch):
+    """A call in another thread than the program's takes turns with it, where a rank is late too."""
+    from collectives.torch import call_queue
+
+    monkeypatch.setattr(call_queue, "_HANDOVER_SECONDS", 60.0 if comm.rank else 0.0)
+    group, message, threads = dist.new_group(), torch.zeros(1), []
+    all_reduce = group._calls.all_reduce
+
+    def noted(*arguments):
+        threads.append(threading.current_thread())
+        all_reduce(*arguments)
+
+    monkeypatch.setattr(group._calls, "all_reduce", noted)
+    tensors = [torch.full((2,), comm.rank + turn + 1.0) for turn in range(2)]
+    if comm.rank == 0:
+        works = [dist.all_reduce(each, group=group, async_op=True) for each in tensors]
+        for peer in range(1, comm.size):
+            dist.send(message, peer)
+        for work in works:
+            work.wait()
+    else:
+        dist.recv(message, 0)
+        # Rank 0's other thread is in the second call when this one has made the first.
+        for each in tensors:
+            dist.all_reduce(each, group=group, async_op=True).wait()
+    assert threading.current_thread() not in threads
+    total = comm.size * (comm.size + 1) / 2
+    assert [each[0].item() for each in tensors] == [total, total + comm.size]
+    dist.destroy_process_group(group)
 
 
 def test_an_interrupt_of_an_asynchronous_call_is_raised_at_once(torch, dist, comm, monkeypatch):
