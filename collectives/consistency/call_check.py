@@ -16,7 +16,7 @@ from collectives.consistency.dissemination import Exchange
 from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.shm import intents
+from collectives.shm.intents import Intents
 from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK, NodeBarrier
 from collectives.shm.verdict_barrier import ALIKE, DIFFERENT, VerdictBarrier
@@ -52,23 +52,12 @@ class CallCheck:
         self._alone = self.nodes_check if node_barrier is None else None
         self.slots = _slots(node_barrier) if self.nodes > 1 else []
         """The memory of this node's ranks, by parity of the call, for data that travel with it."""
+        self.intents = (
+            None if node_barrier is None or self.nodes > 1 else Intents(node_barrier.memory)
+        )
+        """Whether all programs wait in the next call; None where not all ranks share memory."""
         self.sequence = 0
         """Number of the last call that was made, or that other ranks may have seen."""
-
-    def all_come(self, seconds: float) -> bool:
-        """Whether no rank waits for long in the next call: all programs wait in it in that time.
-
-        False where the ranks don't share one node's memory. To be asked only before that call,
-        which this rank makes in another thread than the program's if it is False.
-        """
-        if self.node_barrier is None or self.nodes > 1:
-            return False
-        return intents.all_come(self.node_barrier.memory, self.sequence + 1, seconds)
-
-    def note_queued(self) -> None:
-        """Publish that the next call is made in another thread than the program's."""
-        if self.node_barrier is not None:
-            intents.note_queued(self.node_barrier.memory, self.sequence + 1)
 
     def check(self, signature: Signature) -> None:
         """Return when every rank has made this call.
@@ -136,8 +125,8 @@ class CallCheck:
         """A withdrawn call is not counted."""
         if error.withdrawn:
             self.sequence = sequence - 1
-            if self.node_barrier is not None:
-                intents.withdraw(self.node_barrier.memory)
+            if self.intents is not None:
+                self.intents.note_queued(sequence)
 
     def end(self) -> None:
         """Publish to the node's ranks that this one makes no further call."""

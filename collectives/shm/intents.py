@@ -1,54 +1,101 @@
-"""Which of the node's ranks make their next call, and whether their program waits in it.
+"""Whether the programs of all the node's ranks wait in their next call, before they make it.
 
-An asynchronous call that runs in the thread of the program blocks it until the others have come. It
-is no worse than one in another thread only if the others' programs wait, too: a call that a rank
-makes in another thread takes turns with what its program computes (Python's lock, 5 ms a turn).
-Nothing else depends on these words.
+An asynchronous call that is made in the program's thread blocks the program. It may where all
+programs do so in it: another one may wait for this one's message before, or compute, while the
+thread that makes its call takes turns with it (Python's lock, 5 ms a turn).
+
+All ranks find the same, though each waits for a limited time. A rank that has seen all others wait
+commits itself, and looks once more. A rank that leaves stores so, and looks whether another has
+committed itself, and then stays. Both store before they look, so that of two at least one sees the
+other (Dekker's algorithm, as in `node_barrier`).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 from collectives.shm.layout import ARRIVALS, INTENDED, NodeMemory
 from collectives.shm.node_barrier import SEQUENCE_MASK, has_arrived
 
-# Added to the number of a call that is made in another thread than the program's.
-_QUEUED = 1 << 62
+_SEQUENCE_BITS, _UNMADE_BITS = 40, 20
+_NUMBER_BITS = _SEQUENCE_BITS + _UNMADE_BITS
+_WAITING, _COMMITTED, _QUEUED = (state << _NUMBER_BITS for state in (1, 2, 3))
+_SEQUENCE = (1 << _SEQUENCE_BITS) - 1
 
 
-def all_come(memory: NodeMemory, sequence: int, seconds: float) -> bool:
-    """Whether the programs of all the node's ranks wait in the call, or here, within that time.
+class Intents:
+    """One rank's side of it."""
 
-    They then make it, whatever else each of them waits for. This rank has to make it next, too,
-    even if not all come: others may have seen that it waited here. It makes it in another thread
-    then. (A rank that leaves while another sees it here is waited for all the same.)
-    """
-    memory.publish(INTENDED, sequence)
-    limit = time.monotonic() + seconds
-    for words in memory.others:
-        while not _waits(memory, words, sequence):
-            if words[INTENDED] == sequence | _QUEUED or time.monotonic() > limit:
-                note_queued(memory, sequence)
+    def __init__(self, memory: NodeMemory) -> None:
+        self._memory, self._lock = memory, threading.Lock()
+        self.unmade = 0
+        """How many calls of the program have ended without a call that is counted."""
+
+    def all_wait(self, sequence: int, seconds: float) -> bool:
+        """Whether all programs wait in the call of that number, in which this one may wait then.
+
+        False once some seconds have passed, or a rank makes the call in another thread, as this
+        one has to then. Where it is True, `end` has to follow the call.
+        """
+        number, limit = self._number(sequence), time.monotonic() + seconds
+        try:
+            while True:
+                self._memory.publish(INTENDED, _WAITING | number)
+                if self._await(number, limit):
+                    self._publish_first(_COMMITTED | number)
+                    if self._others_wait(number):
+                        return True
+                else:
+                    self._publish_first(_QUEUED | number)
+                    others = self._memory.others
+                    if all(words[INTENDED] != _COMMITTED | number for words in others):
+                        return False
+        except BaseException:
+            self._memory.publish(INTENDED, 0)
+            raise
+
+    def end(self) -> None:
+        """Note that this rank waits no more."""
+        # Not where the call was withdrawn.
+        if self._memory.own[INTENDED] >> _NUMBER_BITS == _COMMITTED >> _NUMBER_BITS:
+            self._memory.publish(INTENDED, 0)
+
+    def note_queued(self, sequence: int) -> None:
+        """Note that the call of that number is not, or no more, made in the program's thread."""
+        self._memory.publish(INTENDED, _QUEUED | self._number(sequence))
+
+    def _number(self, sequence: int) -> int:
+        # A rank that is past a call without a number doesn't take one in it for one in the next.
+        return sequence | self.unmade % (1 << _UNMADE_BITS) << _SEQUENCE_BITS
+
+    def _publish_first(self, word: int) -> None:
+        """Store the word before any later load."""
+        self._memory.publish(INTENDED, word)
+        self._memory.order_loads()
+        # An atomic operation, by which x86 orders them.
+        with self._lock:
+            pass
+
+    def _await(self, number: int, limit: float) -> bool:
+        while not self._others_wait(number):
+            queued = any(words[INTENDED] == _QUEUED | number for words in self._memory.others)
+            if queued or time.monotonic() > limit:
                 return False
             os.sched_yield()
-    return True
-
-
-def note_queued(memory: NodeMemory, sequence: int) -> None:
-    """Publish that this rank makes the call in another thread than the program's."""
-    memory.publish(INTENDED, sequence | _QUEUED)
-
-
-def withdraw(memory: NodeMemory) -> None:
-    """Note that this rank does not make the call now, since it has waited too long in it."""
-    memory.publish(INTENDED, 0)
-
-
-def _waits(memory: NodeMemory, words: memoryview, sequence: int) -> bool:
-    if words[INTENDED] == sequence:
         return True
-    arrived = has_arrived(words[ARRIVALS[sequence & 1]], sequence & SEQUENCE_MASK)
-    memory.order_loads()
-    return arrived and words[INTENDED] != sequence | _QUEUED
+
+    def _others_wait(self, number: int) -> bool:
+        for words in self._memory.others:
+            intended = words[INTENDED]
+            if intended not in (_WAITING | number, _COMMITTED | number):
+                sequence = number & _SEQUENCE
+                if not has_arrived(words[ARRIVALS[sequence & 1]], sequence & SEQUENCE_MASK):
+                    return False
+                self._memory.order_loads()
+                # What was read before is older than the arrival.
+                queued = words[INTENDED] >> _NUMBER_BITS == _QUEUED >> _NUMBER_BITS
+                if queued and words[INTENDED] & _SEQUENCE == sequence:
+                    return False
+        return True

@@ -4,7 +4,7 @@ torch's programs may call a collective with `async_op=True` on one rank and with
 `Join` does: both kinds share one order and one communicator. A call that is waited for runs in the
 caller's thread where no other is pending; the others run on the group's own thread. There a brief
 call would take several times as long, so that it runs in the caller's thread too if the programs of
-all ranks wait in it soon: it then waits for no rank that may wait for this one, or that computes.
+all ranks soon wait in it: it then waits for none that may wait for this one, or computes.
 
 Calls on a GPU run in the caller's thread. They must be enqueued in the order of the program, those
 of several groups too: NCCL's kernels wait for each other. Over NCCL they are enqueued on a stream
@@ -18,12 +18,14 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Work
 
 from collectives.consistency.call_scope import CallScope
+from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.torch.works import PendingWork, done
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
@@ -48,7 +50,7 @@ class CallQueue:
 
         `on_gpus` is a context for a call on a GPU, which says whether it is asynchronous.
         """
-        self._scope, self._policy, self._on_gpus = scope, policy, on_gpus
+        self.scope, self._policy, self._on_gpus = scope, policy, on_gpus
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -103,10 +105,18 @@ class CallQueue:
         """Make a brief call in this thread if all ranks make it soon: its ended work, else None."""
         if self.pending or _bytes_of(outputs) > _BRIEF_BYTES:
             return None
-        check = self._scope.call_check
-        if check is not None and not check.all_come(_HANDOVER_SECONDS):
+        scope = self.scope
+        check = scope.call_check
+        # The next group may have the memory of one that was closed.
+        if check is None or scope.broken is not None:
+            return self._run_now(outputs, name, action, [])
+        intents = check.intents
+        if intents is None or not intents.all_wait(check.sequence + 1, _HANDOVER_SECONDS):
             return None
-        return self._run_now(outputs, name, action, [])
+        try:
+            return self._run_now(outputs, name, action, [])
+        finally:
+            intents.end()
 
     def _run_beside(
         self, outputs: list[Any], name: str, action: Action, arguments: Any, gpus: list[Any]
@@ -158,17 +168,20 @@ class CallQueue:
         job = self._jobs.get()
         if job is None:
             return False
-        policy, check = self._policy, self._scope.call_check
-        if check is not None:
-            check.note_queued()
-        with policy.sleeping_early():
-            policy.line = job.line
-            failed = _failure_of(job.action)
-            policy.line = None
+        with self._policy.sleeping_early():
+            self._policy.line = job.line
+            failed = _failure_of(partial(self._run_queued, job.action))
+            self._policy.line = None
         with self._lock:
             self.pending -= 1
         job.work.finish(None if failed is None else _with_line(failed, job.line))
         return True
+
+    def _run_queued(self, action: Action) -> None:
+        check = self.scope.call_check
+        if check is not None and check.intents is not None and self.scope.broken is None:
+            check.intents.note_queued(check.sequence + 1)
+        action()
 
 
 class _Job(NamedTuple):
@@ -183,6 +196,17 @@ def _failure_of(action: Action) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def reword(error: DeadlineExceededError | MismatchError, group: str) -> None:
+    """Name the group of a call that has failed, in torch's words."""
+    if isinstance(error, DeadlineExceededError):
+        # torch's users and tests search for these words.
+        error.args = (f"group {group!r}: Timed out : {error}",)
+        return
+    gone = [rank for rank, each in enumerate(error.calls) if each.startswith("exit(")]
+    if gone:
+        error.args = (f"group {group!r} was closed by rank {gone[0]}: {error}",)
 
 
 def _with_line(error: BaseException, line: str) -> BaseException:

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, split
-from collectives.torch.call_queue import CallQueue
+from collectives.torch.call_queue import CallQueue, reword
 from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
@@ -83,6 +83,8 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         return work
 
     def _perform(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        check = self._queue.scope.call_check
+        sequence = -1 if check is None else check.sequence
         try:
             if seconds <= 0 or seconds == (usual := self._comm.deadline):
                 call(*arguments)
@@ -92,15 +94,13 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
                 call(*arguments)
             finally:
                 self._comm.deadline = usual
-        except DeadlineExceededError as error:
-            # torch's users and tests search for these words.
-            error.args = (f"group {self._name!r}: Timed out : {error}",)
+        except (DeadlineExceededError, MismatchError) as error:
+            reword(error, self._name)
+            sequence = -1  # one that was withdrawn is made again
             raise
-        except MismatchError as error:
-            gone = [rank for rank, each in enumerate(error.calls) if each.startswith("exit(")]
-            if gone:
-                error.args = (f"group {self._name!r} was closed by rank {gone[0]}: {error}",)
-            raise
+        finally:
+            if check is not None and check.sequence == sequence and check.intents is not None:
+                check.intents.unmade += 1
 
     # Collectives.
 

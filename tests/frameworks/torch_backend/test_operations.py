@@ -8,6 +8,9 @@ from datetime import timedelta
 
 import pytest
 
+from collectives.errors import UnusableError
+from collectives.shm.layout import INTENDED
+
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.ranks(2, 3),
@@ -443,17 +446,73 @@ def test_brief_calls_of_ranks_that_come_soon(torch, dist, comm, monkeypatch, pat
     dist.destroy_process_group(group)
 
 
-def test_an_asynchronous_call_waits_for_no_rank_that_waits_for_its_own(torch, dist, comm):
+def intents_of(group):
+    return group._queue.scope.call_check.intents
+
+
+def nothing_to_reduce(torch, dist, group):
+    group.allreduce_coalesced([]).wait()
+    assert intents_of(group).unmade == 1
+
+
+def arguments_that_are_refused(torch, dist, group):
+    with pytest.raises(TypeError, match="bitwise_and"):
+        dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND, group=group, async_op=True).wait()
+    assert intents_of(group).unmade == 1
+
+
+def a_group_that_was_closed(torch, dist, group):
+    """Whose memory that group has now."""
+    word = intents_of(group)._memory.own[INTENDED]
+    if dist.get_rank() == 0:
+        with pytest.raises(UnusableError, match="closed"):
+            group.before.allreduce([torch.zeros(2)]).wait()
+    assert intents_of(group)._memory.own[INTENDED] == word
+
+
+def an_interrupt(torch, dist, group):
+    from collectives.shm import intents
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    if dist.get_rank():
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(intents.os, "sched_yield", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.zeros(2), group=group, async_op=True)
+
+
+@pytest.mark.parametrize(
+    "before", [nothing_to_reduce, arguments_that_are_refused, a_group_that_was_closed, an_interrupt]
+)
+def test_an_asynchronous_call_waits_for_no_rank_that_waits_for_its_own(
+    torch, dist, comm, monkeypatch, before
+):
+    """Whatever call that wasn't made came before."""
+    from collectives.torch import call_queue
+
+    monkeypatch.setattr(call_queue, "_HANDOVER_SECONDS", 0.05)
+    closed = dist.new_group()
+    dist.all_reduce(torch.zeros(2), group=closed)
+    dist.destroy_process_group(closed)
+    group = dist.new_group()
+    group.before = closed
+    for _ in range(2):
+        dist.all_reduce(torch.zeros(2), group=group)
+    before(torch, dist, group)
+    dist.barrier()
     tensor, message = torch.full((2,), comm.rank + 1.0), torch.zeros(1)
     if comm.rank == 0:
-        work = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
         for peer in range(1, comm.size):
             dist.send(message, peer)
     else:
         dist.recv(message, 0)
-        work = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
     work.wait()
     assert tensor[0].item() == comm.size * (comm.size + 1) / 2
+    dist.destroy_process_group(group)
 
 
 def test_an_asynchronous_call_waits_for_no_rank_that_computes(torch, dist, comm, monkeypatch):
