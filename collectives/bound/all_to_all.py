@@ -79,8 +79,8 @@ def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]
     if node is None:
         return _bind_between_nodes(engine, shape, dtype, kind)
     words = node.steps.memory.words
-    small = nbytes <= SMALL_BYTES
-    made = _small(node, count, dtype, kind) if small else _large(engine, node, nbytes, kind)
+    few = nbytes <= room_of_parts(size)
+    made = _small(node, count, dtype, kind) if few else _large(engine, node, nbytes, kind)
     move, publish = made
 
     def run(source: Array, target: Array, index: int | None) -> list[Array] | None:
@@ -132,41 +132,55 @@ def bind_equal(
     return all_to_all
 
 
-def _small(node: Node, count: int, dtype: np.dtype[Any], kind: int) -> tuple[Run, Publish]:
-    """Each rank stores its parts beside its arrival, behind the kind; the others copy theirs."""
-    memory, rank, size = node.steps.memory, node.steps.rank, node.steps.size
-    nbytes = count * size * dtype.itemsize
+def room_of_parts(size: int) -> int:
+    """The most bytes of so many equal parts of which a node's ranks store those of the others."""
+    return SMALL_BYTES * size // (size - 1)
 
-    def place(peer: int, parity: int) -> Array:
+
+def _small(node: Node, count: int, dtype: np.dtype[Any], kind: int) -> tuple[Run, Publish]:
+    """Each rank stores the others' parts beside its arrival, behind the kind; they copy them."""
+    memory, rank, size = node.steps.memory, node.steps.rank, node.steps.size
+    nbytes, own = (size - 1) * count * dtype.itemsize, memory.own
+    kept, before, after = _part(rank, count), slice(rank * count), slice((rank + 1) * count, None)
+
+    def stored(peer: int, parity: int) -> Array:
+        """What a rank stores: the parts of all others."""
         elements: Array = memory.slots[peer][parity][ROW_BYTES:][:nbytes].view(dtype)
         return elements
 
-    own = memory.own
-    stores = {at + DATA: place(rank, parity) for parity, at in enumerate(ARRIVALS)}
-    reads = {
-        at + DATA: [
-            (slice(peer * count, (peer + 1) * count), place(peer, parity)[rank * count :][:count])
+    stores: dict[int, list[tuple[slice, Array]]] = {}
+    reads: dict[int, list[tuple[slice, Array]]] = {}
+    for parity, at in enumerate(ARRIVALS):
+        mine = stored(rank, parity)
+        pieces = (before, mine[before]), (after, mine[rank * count :])
+        stores[at + DATA] = [(part, place) for part, place in pieces if len(place)]
+        reads[at + DATA] = [
+            (_part(peer, count), stored(peer, parity)[_part(rank - (rank > peer), count)])
             for peer in range(size)
+            if peer != rank
         ]
-        for parity, at in enumerate(ARRIVALS)
-    }
 
     def publish(index: int, source: Array | None, target: Array | None) -> None:
+        assert source is not None
         own[index + FIRST_NUMBER] = kind
-        stores[index][...] = source
+        for part, place in stores[index]:
+            place[...] = source[part]
 
-    take = migratory.taker(
-        size, {index: read[(rank + 1) % size][1] for index, read in reads.items()}
-    )
+    take = migratory.taker(size, {index: read[0][1] for index, read in reads.items()})
 
     def move(source: Any, target: Any, index: int | None) -> None:
         assert index is not None
+        target[kept] = source[kept]
         for part, content in reads[index]:
             target[part] = content
         if take is not None:
             take(index)
 
     return move, publish
+
+
+def _part(number: int, count: int) -> slice:
+    return slice(number * count, (number + 1) * count)
 
 
 def _large(engine: Engine, node: Node, nbytes: int, kind: int) -> tuple[Run, Publish]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.bound.all_to_all import EXCHANGED_BYTES
+from collectives.bound.all_to_all import EXCHANGED_BYTES, room_of_parts
 from collectives.bound.between_nodes import exchanged_reduction, staged_reduction
 from collectives.bound.broadcast import room_of_broadcast
 from collectives.bound.exchanged_rows import room_of_row
@@ -54,6 +54,8 @@ def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtyp
         return node is not None and 0 < nbytes <= room_of_broadcast(node)
     if collective in ("all_gather", "gather"):
         return node is not None and 0 < nbytes <= engine.size * room_on_node(node)
+    if collective == "all_to_all":
+        return node is not None and 0 < nbytes <= room_of_parts(engine.size)
     return node is not None and 0 < nbytes <= SMALL_BYTES
 
 

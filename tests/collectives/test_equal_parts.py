@@ -8,8 +8,9 @@ from tests.collectives.oracle import case, value
 
 pytestmark = pytest.mark.mpi
 
-# Elements of a part: none, beside the arrival, through a stage, more than a stage.
-LENGTHS = [0, 1, 700, 30_001, 150_001]
+# Rows of a part: none, beside the arrival, the most there of three ranks and of two, through a
+# stage, more than a stage.
+LENGTHS = [0, 1, 700, 4096, 8192, 8193, 30_001, 150_001]
 
 
 def sent(rank, size, length, dtype=np.float32):
