@@ -85,10 +85,12 @@ class CheckpointManager:
         def begun() -> tuple[str, int | None, str, list[int]]:
             if max_to_keep is not None:
                 whole_number("max_to_keep", max_to_keep, 0)
+            # The name may have folders.
+            whole = Path(directory, checkpoint_name)
             steps = [
                 each.number
-                for each in find_checkpoints(directory)
-                if Path(each.path).name == f"{checkpoint_name}-{each.number}{SUFFIX}"
+                for each in find_checkpoints(whole.parent)
+                if Path(each.path).name == f"{whole.name}-{each.number}{SUFFIX}"
             ]
             return os.fspath(directory), max_to_keep, checkpoint_name, steps
 
@@ -141,8 +143,9 @@ class CheckpointManager:
         for step in steps:
             Path(self._path(step)).unlink(missing_ok=True)
         # A match of the whole name spares a manager whose name begins with this one's.
-        own = re.compile(rf"\.{re.escape(self._name)}-[0-9]+{re.escape(SUFFIX)}\..*").fullmatch
-        for partial in Path(self.directory).glob(f".*{PARTIAL}"):
+        whole = Path(self.directory, self._name)
+        own = re.compile(rf"\.{re.escape(whole.name)}-[0-9]+{re.escape(SUFFIX)}\..*").fullmatch
+        for partial in whole.parent.glob(f".*{PARTIAL}"):
             if own(partial.name):
                 partial.unlink(missing_ok=True)
 

@@ -112,7 +112,7 @@ def refuse_different_names(communicator: Communicator, what: str, names: Iterabl
         raise raised_on_all(ValueError(text), communicator.rank)
 
 
-_SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)").fullmatch
+_SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)", re.DOTALL).fullmatch
 
 
 class OptimizerState(State):

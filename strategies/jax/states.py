@@ -44,13 +44,19 @@ class PytreeState:
         refuse_servers(strategy, "PytreeState")
         self.strategy = strategy
         self._value, self._averaged = value, None
-        self._kinds, self._trained = _kinds_of(value), list[int]()
+        self._trained: list[int] = []
+        names = self._names()
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"PytreeState: two leaves have the path {twice!r}: must differ")
         tensors = {name: np.array(each) for name, each in self.saved_tensors().items()}
         # A rank with one more would wait for the others.
         strategy.barrier(f"PytreeState of {len(tensors)} arrays")
         for name, each in tensors.items():
             strategy.mirror(each, f"PytreeState: {name}")
         self.restore_tensors(tensors)
+        # JAX may have narrowed NumPy's arrays.
+        self._kinds = _kinds_of(self._value)
         self._averaged = strategy.averaged(lambda: self._begin(parameters))
 
     @property
@@ -80,14 +86,17 @@ class PytreeState:
         self._averaged.step(self._trained_leaves())
 
     def saved_tensors(self) -> Mapping[str, Array]:
-        """The arrays by their paths, such as "layers/0/kernel"."""
+        """The arrays by their paths, such as "layers/0/kernel".
+
+        "/" and "~" in a key become "~1" and "~0", as in `Checkpoint`.
+        """
         leaves = map(_array_of, jax.tree.leaves(self.value))
         return dict(zip(self._names(), leaves, strict=True))
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Replace `value` by a pytree of the same structure."""
         leaves, structure = jax.tree.flatten(self._value)
-        arrays = [jax.numpy.array(tensors[name]) for name in self._names()]
+        arrays = [_as_jax(name, tensors[name]) for name in self._names()]
         restored = [
             jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
             if _is_key(leaf)
@@ -129,6 +138,16 @@ def _kinds_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return structure, [(each.shape, each.dtype) for each in arrays]
 
 
+def _as_jax(name: str, given: Array) -> Any:
+    array = jax.numpy.array(given)
+    if array.dtype.kind in "iu" and not np.array_equal(array, given):
+        raise ValueError(
+            f"PytreeState: {name} has numbers of {given.dtype} that {array.dtype} lacks:"
+            " use jax_enable_x64"
+        )
+    return array
+
+
 def _is_key(leaf: Any) -> bool:
     """Whether it is an array of random keys, which NumPy does not know."""
     return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
@@ -142,5 +161,6 @@ def _text(key: Any) -> str:
     """The name, key or index of a step on a path."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+            key = getattr(key, attribute)
+            break
+    return str(key).replace("~", "~0").replace("/", "~1")

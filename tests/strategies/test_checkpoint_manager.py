@@ -8,6 +8,7 @@ import pytest
 
 from strategies import Variable
 from strategies.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+from strategies.checkpoint.tensor_file import PARTIAL
 from tests.strategies.support import on_ranks, refusal, same_refusal
 
 
@@ -54,6 +55,17 @@ def test_a_restart_continues_after_the_last_checkpoint(tmp_path):
         "ckpt-11.safetensors",
         "other-99.safetensors",
     ]
+
+
+def test_a_name_may_have_folders(tmp_path):
+    checkpoint = Checkpoint(v=Variable(0))
+    first = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="run/ckpt")
+    first.save()
+    Path(tmp_path, f"run/.ckpt-0.safetensors.1{PARTIAL}").write_bytes(b"of a killed program")
+    second = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="run/ckpt")
+    assert second.restore_or_initialize() == str(tmp_path / "run/ckpt-1.safetensors")
+    second.save()
+    assert names(tmp_path / "run") == ["ckpt-2.safetensors"]
 
 
 def test_a_step_back_is_refused(tmp_path):

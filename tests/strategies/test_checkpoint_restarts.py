@@ -210,7 +210,7 @@ def test_slots_of_variables_that_are_not_named_are_numbered_among_themselves(tmp
         with strategy.scope():
             named, other = Variable([0.0]), Variable([0.0])
             optimizer = optimizers.SGD(1.0, momentum=0.5)
-        return named, other, optimizer, Checkpoint(named=named, optimizer=optimizer)
+        return named, other, optimizer, Checkpoint(**{"a\nname": named}, optimizer=optimizer)
 
     def step(optimizer, *pairs):
         strategy.run(optimizer.apply_gradients, ([(np.array([g]), v) for g, v in pairs],))
@@ -220,7 +220,7 @@ def test_slots_of_variables_that_are_not_named_are_numbered_among_themselves(tmp
     path = checkpoint.save(tmp_path / "state")
     assert sorted(load_file(path))[-2:] == [
         "optimizer/slots/0/velocity",
-        "optimizer/slots_of/named/velocity",
+        "optimizer/slots_of/a\nname/velocity",
     ]
     named, other, optimizer, checkpoint = made()
     checkpoint.restore(path)

@@ -129,6 +129,11 @@ def test_pytrees_in_checkpoints(jax, comm, tmp_path):
     for one, other in zip(*map(jax.tree.leaves, (restored.value, state.value)), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
+    nested = PytreeState(strategy, {"a/b": jnp.zeros(2), "a": {"b": jnp.ones(2)}})
+    assert sorted(nested.saved_tensors()) == ["a/b", "a~1b"]
+    assert [nested.value["a/b"].tolist(), nested.value["a"]["b"].tolist()] == [[0, 0], [1, 1]]
+    with pytest.raises(ValueError, match="step has numbers of int64 that int32 lacks"):
+        PytreeState(strategy, {"step": np.int64(3_000_000_000)})
     with pytest.raises(ValueError, match="layers/0"):
         strategies.Checkpoint(training=PytreeState(strategy, {"layers": [jnp.ones(2)]})).restore(
             path
@@ -213,6 +218,9 @@ def test_pytrees_that_cannot_be_averaged(jax, comm):
         PytreeState(strategy, value)
     with pytest.raises(ValueError, match="1 is int32: parameters must be floats"):
         PytreeState(strategy, value, lambda value: value)
+    wide = PytreeState(strategy, np.ones(2), lambda value: value)
+    wide.value = wide.value * (comm.rank + 2.0)
+    assert wide.value.tolist() == [2.5, 2.5]
     state = PytreeState(strategy, value, lambda value: value[0])
     for wrong in (value[0], (value[0][:1], value[1]), (value[1], value[1])):
         with pytest.raises(ValueError, match="must be as before"):
