@@ -17,7 +17,13 @@ from strategies.input.distributed import DistributedDataset
 from strategies.input.failures import call_together, check_together
 from strategies.input.options import AutoShardPolicy, InputContext, InputOptions
 from strategies.input.rebatching import rebatched
-from strategies.input.sources import batch_size_of, check_iterable, iterate, shared_order
+from strategies.input.sources import (
+    RandomOrder,
+    batch_size_of,
+    check_iterable,
+    iterate,
+    shared_order,
+)
 
 
 def distribute(
@@ -28,9 +34,10 @@ def distribute(
     rank, size = communicator.rank, communicator.size
     shard = call_together(communicator, lambda: _shard(dataset, sharding, rank, size))
     depth = checked_options(options).experimental_per_replica_buffer_size
+    order = RandomOrder(dataset)
 
     def begin() -> Batches:
-        return read_ahead(shard(), depth)
+        return read_ahead(shard(), depth, order)
 
     if isinstance(shard, _Parts):
         return DistributedDataset(communicator, begin, lambda: shard.digest)
@@ -48,8 +55,8 @@ def distribute_from_function(
     checked = check_together(communicator, lambda: _without_sharding(options))
     dataset = call_together(communicator, lambda: dataset_fn(context))
     check_together(communicator, lambda: check_iterable(dataset))
-    depth = checked.experimental_per_replica_buffer_size
-    return DistributedDataset(communicator, lambda: read_ahead(_unchanged(dataset), depth))
+    depth, order = checked.experimental_per_replica_buffer_size, RandomOrder(dataset)
+    return DistributedDataset(communicator, lambda: read_ahead(_unchanged(dataset), depth, order))
 
 
 def _without_sharding(options: Any) -> InputOptions:
@@ -119,17 +126,18 @@ class _End(NamedTuple):
     error: BaseException | None
 
 
-def read_ahead(batches: Batches, depth: int) -> Batches:
+def read_ahead(batches: Batches, depth: int, order: RandomOrder | None = None) -> Batches:
     """The same batches, up to `depth` of them read in advance by a thread; 0: no thread.
 
     The thread starts with the first request. It ends with the batches; where this generator is
-    closed or deleted earlier, it ends after the batch that it is reading. An exception of the
-    batches is raised here in its place, with the original traceback.
+    closed or deleted earlier, it ends after the batch that it is reading. The random numbers of
+    `order` then go on from the last batch that was given out, as without the thread. An exception
+    of the batches is raised here in its place, with the original traceback.
     """
     if depth == 0:
         yield from batches
         return
-    reader = _Reader(batches, depth)
+    reader = _Reader(batches, depth, order)
     try:
         while not isinstance(batch := reader.next_batch(), _End):
             yield batch
@@ -140,14 +148,22 @@ def read_ahead(batches: Batches, depth: int) -> Batches:
 
 
 class _Reader:
-    def __init__(self, batches: Batches, depth: int) -> None:
+    def __init__(self, batches: Batches, depth: int, order: RandomOrder | None) -> None:
         self._ready: SimpleQueue[Any] = SimpleQueue()
         self._free_slots, self._stopped = threading.Semaphore(depth), threading.Event()
-        threading.Thread(target=self._read, args=(batches,), name=THREAD_NAME, daemon=True).start()
+        self._order = order
+        self._state = self._now()
+        self._thread = threading.Thread(
+            target=self._read, args=(batches,), name=THREAD_NAME, daemon=True
+        )
+        self._thread.start()
+
+    def _now(self) -> Any:
+        return None if self._order is None else self._order.state()
 
     def next_batch(self) -> Any:
         """The next batch or `_End`; waits for it."""
-        batch = self._ready.get()
+        batch, self._state = self._ready.get()
         self._free_slots.release()
         return batch
 
@@ -155,6 +171,10 @@ class _Reader:
         """End the thread after the batch that it is reading."""
         self._stopped.set()
         self._free_slots.release()
+        if self._order is not None and self._state is not None:
+            # It may still draw, and has drawn for batches that nobody takes.
+            self._thread.join()
+            self._order.restore(self._state)
 
     def _read(self, batches: Batches) -> None:
         error = None
@@ -162,11 +182,11 @@ class _Reader:
             with closing(batches):
                 self._free_slots.acquire()
                 for batch in batches:
-                    self._ready.put(batch)
+                    self._ready.put((batch, self._now()))
                     self._free_slots.acquire()
                     if self._stopped.is_set():
                         return
         except BaseException as raised:  # SystemExit too: the consumer waits for an answer
             error = raised
         finally:
-            self._ready.put(_End(error))
+            self._ready.put((_End(error), self._now()))

@@ -67,15 +67,40 @@ def takes_seed(dataset: Any) -> bool:
     return hasattr(dataset, "with_seed") and bool(getattr(dataset, "is_shuffled", True))
 
 
+def _sampler_of(dataset: Any) -> Any:
+    """The sampler that determines the order of a torch DataLoader; None where torch has no part."""
+    batches = getattr(dataset, "batch_sampler", None)
+    # Without batches, and with those of a class of one's own, the loader's.
+    sampler = getattr(batches, "sampler", getattr(dataset, "sampler", None))
+    return sampler if type(sampler).__module__.startswith("torch.utils.data") else None
+
+
+class RandomOrder:
+    """The random numbers that a torch DataLoader takes its order from, as they proceed."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._sampler = _sampler_of(dataset)
+
+    def state(self) -> Any:
+        """To go back to by `restore`; None where there are no such numbers."""
+        generator = getattr(self._sampler, "generator", None)
+        return None if generator is None else (generator, generator.get_state())
+
+    def restore(self, state: tuple[Any, Any]) -> None:
+        """Go on from there, unless the generator is another one by now."""
+        generator, numbers = state
+        current: Any = getattr(self._sampler, "generator", None)
+        if current is generator:
+            current.set_state(numbers)
+
+
 def shared_order(dataset: Any) -> Callable[[int], None] | None:
     """The function that sets the seed of a torch DataLoader's next random order.
 
     None for others, and where the program has given a generator: it determines the order then.
     """
-    batches = getattr(dataset, "batch_sampler", None)
-    # Without batches, and with those of a class of one's own, the loader's.
-    sampler: Any = getattr(batches, "sampler", getattr(dataset, "sampler", None))
-    if not type(sampler).__module__.startswith("torch.utils.data"):
+    sampler = _sampler_of(dataset)
+    if sampler is None:
         return None
     if getattr(sampler, "generator", _NO_GENERATOR) is not getattr(sampler, _OWN_ORDER, None):
         return None

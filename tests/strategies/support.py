@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from collectives import Communicator
 from collectives.transports import local
 from strategies import MultiWorkerMirroredStrategy
+from strategies.input.distribution import THREAD_NAME
 from strategies.synchronous.mirrored import MirroredStrategy
 
 PATIENCE_SECONDS = 30
@@ -143,3 +145,16 @@ def arrays_of(rank):
         "empty": np.zeros((0, 2), np.float32),
         "flags": np.array([rank == 0, False, True]),
     }
+
+
+def readers():
+    """The threads that read batches ahead."""
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+
+def until(condition):
+    """Wait for a condition that another thread makes true."""
+    ending = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ending
+        time.sleep(0.001)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from collectives import Communicator, DeadlineExceededError
 from collectives.transports import local
 from strategies.input import DatasetError, InputOptions, TensorSpec, distribute, make_numpy_dataset
-from strategies.input.distribution import THREAD_NAME, read_ahead
-from tests.strategies.support import lone_strategy, on_ranks, refusal
+from strategies.input.distribution import read_ahead
+from tests.strategies.support import lone_strategy, on_ranks, readers, refusal, until
 
 Example = namedtuple("Example", "image label")
 DEPTHS = [0, 1, 4]
@@ -33,10 +33,6 @@ class Failing:
             if self.error and step == self.count:
                 raise self.error
             yield np.full(4, step)
-
-
-def readers():
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
 
 def wait_for_readers_to_end():
@@ -360,14 +356,6 @@ def counting(read, count=None):
         read.append("closed")
 
 
-def until(condition):
-    """Wait for a condition that another thread makes true."""
-    ending = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < ending
-        time.sleep(0.001)
-
-
 @given(st.integers(0, 20), st.integers(0, 5))
 def test_what_is_read_ahead_is_the_same(count, depth):
     read = []
@@ -388,6 +376,38 @@ def test_reading_ahead_is_limited_to_the_depth(depth):
     ahead.close()
     wait_for_readers_to_end()
     assert read[-1] == "closed"
+
+
+def test_random_numbers_go_on_from_the_last_batch_that_was_given_out():
+    """The thread has ended by then, whatever it was reading."""
+
+    class Numbers:
+        drawn, restored = 0, []
+
+        def state(self):
+            return self.drawn
+
+        def restore(self, state):
+            self.restored.append((state, len(readers())))
+
+    def source():
+        for _ in range(3):
+            numbers.drawn += 1
+            yield numbers.drawn
+        reading.set()
+        left.wait(20)
+        numbers.drawn += 1
+        yield numbers.drawn
+
+    numbers, reading, left = Numbers(), threading.Event(), threading.Event()
+    ahead = read_ahead(source(), 5, numbers)
+    assert [next(ahead), next(ahead)] == [1, 2]
+    assert reading.wait(20)
+    timer = threading.Timer(0.1, left.set)
+    timer.start()
+    ahead.close()
+    timer.join()
+    assert numbers.restored == [(2, 0)]
 
 
 def test_the_reader_ends_when_the_iterator_is_deleted():

@@ -8,7 +8,7 @@ import pytest
 from strategies.input import InputOptions, TensorSpec
 from strategies.input.rebatching import rebatched
 from strategies.input.sources import shared_order
-from tests.strategies.support import on_ranks
+from tests.strategies.support import on_ranks, readers, until
 
 torch = pytest.importorskip("torch", reason="torch isn't installed: DataLoader can't be tested")
 data = torch.utils.data
@@ -113,6 +113,39 @@ def test_orders_that_are_not_shared():
     assert order(1, generator=generators[0]) == order(2, generator=generators[1])
     assert shared_order(data.DataLoader(range(9), 3, shuffle=True, generator=generators[0])) is None
     assert shared_order(data.DataLoader(range(9), 3)) is None
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["a generator", "none"])
+def test_an_iteration_that_was_left_leaves_the_order_as_without_reading_ahead(given):
+    class Examples(data.Dataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            read.append(index)
+            return index
+
+    read = []
+
+    def orders(depth):
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(3) if given else None
+        loader = data.DataLoader(Examples(), batch_size=3, shuffle=True, generator=generator)
+        options = InputOptions(experimental_per_replica_buffer_size=depth)
+
+        def body(strategy):
+            dataset = strategy.experimental_distribute_dataset(loader, options)
+            read.clear()
+            first = next(iterator := iter(dataset)).tolist()
+            # The sampler draws once more at its end.
+            until(lambda: len(read) == (9 if depth else 3))
+            del iterator
+            assert not readers()
+            return [first, *(batch.tolist() for _ in range(2) for batch in dataset)]
+
+        return on_ranks(1, body)
+
+    assert orders(0) == orders(5)
 
 
 def test_the_order_of_a_loader_without_batches():
