@@ -38,6 +38,11 @@ SABOTAGES = {
         "check_counted(signature, word)\n        out[...] = results[1 - parity]",
         "test_between_nodes",
     ),
+    "a rank that has seen all others wait doesn't look once more": Sabotage(
+        "if self._others_wait(number):\n                        return True",
+        "return True",
+        "test_intents",
+    ),
     "rows are joined in the order of the nodes": Sabotage(
         "places[rank] = buffer.content, buffer.words, at",
         "places[places.index(None)] = buffer.content, buffer.words, at",
