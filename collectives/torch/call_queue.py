@@ -102,7 +102,7 @@ class CallQueue:
             last.wait()
 
     def _run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
-        """Make a brief call in this thread if all ranks make it soon: its ended work, else None."""
+        """Make a brief call here if all programs soon wait in it: its work, else None."""
         if self.pending or _bytes_of(outputs) > _BRIEF_BYTES:
             return None
         scope = self.scope

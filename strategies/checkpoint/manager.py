@@ -9,6 +9,9 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, run_once
 from strategies.checkpoint.tensor_file import PARTIAL
 from strategies.core.values import whole_number
@@ -110,11 +113,11 @@ class CheckpointManager:
     def _path(self, step: int) -> str:
         return os.path.join(self.directory, f"{self._name}-{step}{SUFFIX}")
 
-    def save(self, step: int | None = None) -> str:
+    def save(self, step: ArrayLike | None = None) -> str:
         """Save the checkpoint, delete the oldest surplus ones, and return its path. Collective.
 
-        `step`: the file's number; by default the last number plus 1, starting at 1. Rank 0's
-        counts. Raises ValueError where it is lower than the last one, since a restart would restore
+        `step`: the file's number, or a variable with it; by default the last number plus 1,
+        starting at 1. Rank 0's counts. Raises ValueError where it is lower than the last one, since a restart would restore
         that file; and the errors of `Checkpoint.save`.
         """
         number: int = run_once(self.checkpoint, lambda: self._checked(step))
@@ -125,9 +128,9 @@ class CheckpointManager:
         run_once(self.checkpoint, lambda: self._delete(deleted))
         return path
 
-    def _checked(self, step: int | None) -> int:
+    def _checked(self, step: ArrayLike | None) -> int:
         last = self._steps[-1] if self._steps else 0
-        number = last + 1 if step is None else operator.index(step)
+        number = last + 1 if step is None else operator.index(np.asarray(step)[()])
         if number < last or number < 0:
             latest = (
                 f", the latest step in {self.directory}. Restore that one first, or use another"

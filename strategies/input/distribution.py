@@ -189,4 +189,5 @@ class _Reader:
         except BaseException as raised:  # SystemExit too: the consumer waits for an answer
             error = raised
         finally:
-            self._ready.put((_End(error), self._now()))
+            # All numbers that it has drawn were for batches that were taken.
+            self._ready.put((_End(error), None))

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from strategies import Variable
@@ -31,7 +32,7 @@ def test_files_are_numbered_and_the_oldest_deleted(tmp_path):
 @pytest.mark.parametrize("keep", [None, 0])
 def test_all_can_be_kept(tmp_path, keep):
     manager = CheckpointManager(Checkpoint(v=Variable(0)), tmp_path, keep, checkpoint_name="a")
-    for step in (0, 7, 7, 100):
+    for step in (0, 7, np.int32(7), Variable(100)):
         manager.save(step)
     assert names(tmp_path) == ["a-0.safetensors", "a-100.safetensors", "a-7.safetensors"]
     assert manager.checkpoints[-1] == str(tmp_path / "a-100.safetensors")
