@@ -37,7 +37,7 @@ class Intents:
         """Whether all programs wait in the call of that number, in which this one may wait then.
 
         False once some seconds have passed, or a rank makes the call in another thread, as this
-        one has to then. Where it is True, `end` has to follow the call.
+        one has to then. Where it is True, `end` has to follow the call if it fails.
         """
         number, limit = self._number(sequence), time.monotonic() + seconds
         try:
@@ -57,7 +57,7 @@ class Intents:
             raise
 
     def end(self) -> None:
-        """Note that this rank waits no more."""
+        """Note that this rank waits no more in a call that others may not have made yet."""
         # Not where the call was withdrawn.
         if self._memory.own[INTENDED] >> _NUMBER_BITS == _COMMITTED >> _NUMBER_BITS:
             self._memory.publish(INTENDED, 0)

@@ -26,6 +26,7 @@ from torch.distributed import Work
 
 from collectives.consistency.call_scope import CallScope
 from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.shm.intents import Intents
 from collectives.torch.works import PendingWork, done
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
@@ -113,10 +114,7 @@ class CallQueue:
         intents = check.intents
         if intents is None or not intents.all_wait(check.sequence + 1, _HANDOVER_SECONDS):
             return None
-        try:
-            return self._run_now(outputs, name, action, [])
-        finally:
-            intents.end()
+        return self._run_now(outputs, name, partial(_run_waiting, intents, action), [])
 
     def _run_beside(
         self, outputs: list[Any], name: str, action: Action, arguments: Any, gpus: list[Any]
@@ -188,6 +186,14 @@ class _Job(NamedTuple):
     work: PendingWork
     action: Action
     line: str
+
+
+def _run_waiting(intents: Intents, action: Action) -> None:
+    try:
+        action()
+    except BaseException:
+        intents.end()
+        raise
 
 
 def _failure_of(action: Action) -> BaseException | None:

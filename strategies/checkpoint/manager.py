@@ -117,8 +117,8 @@ class CheckpointManager:
         """Save the checkpoint, delete the oldest surplus ones, and return its path. Collective.
 
         `step`: the file's number, or a variable with it; by default the last number plus 1,
-        starting at 1. Rank 0's counts. Raises ValueError where it is lower than the last one, since a restart would restore
-        that file; and the errors of `Checkpoint.save`.
+        starting at 1. Rank 0's counts. Raises ValueError where it is lower than the last one, since
+        a restart would restore that file; and the errors of `Checkpoint.save`.
         """
         number: int = run_once(self.checkpoint, lambda: self._checked(step))
         path = self.checkpoint.save(self._path(number))
