@@ -39,8 +39,8 @@ SABOTAGES = {
         "test_between_nodes",
     ),
     "a rank that has seen all others wait doesn't look once more": Sabotage(
-        "if self._others_wait(number):\n                        return True",
-        "return True",
+        "elif self._others_wait(waiting, committed):",
+        "else:",
         "test_intents",
     ),
     "rows are joined in the order of the nodes": Sabotage(

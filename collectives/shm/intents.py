@@ -40,18 +40,22 @@ class Intents:
         one has to then. Where it is True, `end` has to follow the call if it fails.
         """
         number, limit = self._number(sequence), time.monotonic() + seconds
+        waiting, committed, queued = _WAITING | number, _COMMITTED | number, _QUEUED | number
         try:
             while True:
-                self._memory.publish(INTENDED, _WAITING | number)
-                if self._await(number, limit):
-                    self._publish_first(_COMMITTED | number)
-                    if self._others_wait(number):
-                        return True
-                else:
-                    self._publish_first(_QUEUED | number)
-                    others = self._memory.others
-                    if all(words[INTENDED] != _COMMITTED | number for words in others):
+                self._memory.publish(INTENDED, waiting)
+                leaves = False
+                while not self._others_wait(waiting, committed):
+                    if self._any(queued) or time.monotonic() > limit:
+                        leaves = True
+                        break
+                    os.sched_yield()
+                self._publish_first(queued if leaves else committed)
+                if leaves:
+                    if not self._any(committed):
                         return False
+                elif self._others_wait(waiting, committed):
+                    return True
         except BaseException:
             self._memory.publish(INTENDED, 0)
             raise
@@ -78,24 +82,23 @@ class Intents:
         with self._lock:
             pass
 
-    def _await(self, number: int, limit: float) -> bool:
-        while not self._others_wait(number):
-            queued = any(words[INTENDED] == _QUEUED | number for words in self._memory.others)
-            if queued or time.monotonic() > limit:
-                return False
-            os.sched_yield()
-        return True
+    def _any(self, word: int) -> bool:
+        return word in [words[INTENDED] for words in self._memory.others]
 
-    def _others_wait(self, number: int) -> bool:
+    def _others_wait(self, waiting: int, committed: int) -> bool:
         for words in self._memory.others:
             intended = words[INTENDED]
-            if intended not in (_WAITING | number, _COMMITTED | number):
-                sequence = number & _SEQUENCE
-                if not has_arrived(words[ARRIVALS[sequence & 1]], sequence & SEQUENCE_MASK):
-                    return False
-                self._memory.order_loads()
-                # What was read before is older than the arrival.
-                queued = words[INTENDED] >> _NUMBER_BITS == _QUEUED >> _NUMBER_BITS
-                if queued and words[INTENDED] & _SEQUENCE == sequence:
-                    return False
+            if intended != waiting and intended != committed and not self._in_call(words, waiting):
+                return False
         return True
+
+    def _in_call(self, words: memoryview, waiting: int) -> bool:
+        """Whether a rank is in the call that the word names, by a call of its program."""
+        sequence = waiting & _SEQUENCE
+        if not has_arrived(words[ARRIVALS[sequence & 1]], sequence & SEQUENCE_MASK):
+            return False
+        self._memory.order_loads()
+        # What was read before is older than the arrival.
+        intended = words[INTENDED]
+        queued = intended >> _NUMBER_BITS == _QUEUED >> _NUMBER_BITS
+        return not queued or intended & _SEQUENCE != sequence

@@ -55,7 +55,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         # The constructor that takes a store does not work for subclasses.
         super().__init__(comm.rank, comm.size)
         self._comm, self._members = comm, members
-        self._messages, self._queue = messages, queue
+        self._messages, self._queue, self._check = messages, queue, queue.scope.call_check
         self._calls = CollectiveCalls(comm)
         self._coalesced: list[Any] | None = None
         self._backend = backend
@@ -83,7 +83,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         return work
 
     def _perform(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        check = self._queue.scope.call_check
+        check = self._check
         sequence = -1 if check is None else check.sequence
         try:
             if seconds <= 0 or seconds == (usual := self._comm.deadline):

@@ -93,6 +93,12 @@ def test_who_waits(monkeypatch):
     assert not waits(), "its call has ended"
     monkeypatch.setattr("os.sched_yield", lambda: other.all_wait(6, -1.0))
     assert one.all_wait(6, 60.0)
+    committed = other._memory.own[INTENDED]
     monkeypatch.setattr(one._memory, "order_loads", lambda: other.note_queued(6))
     assert not one.all_wait(6, 60.0), "the other left while this one committed itself"
     assert not waits(6), "it has left"
+    monkeypatch.setattr(
+        one._memory, "order_loads", lambda: other._memory.publish(INTENDED, committed)
+    )
+    other.note_queued(6)
+    assert one.all_wait(6, 60.0), "the other committed itself while this one left"
