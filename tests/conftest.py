@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,6 +54,15 @@ def comm(world_size):
     if broken := os.environ.get(BROKEN_VARIABLE):
         break_communicator(comm, broken)
     return comm
+
+
+@pytest.fixture
+def hasty_threads():
+    """The threads of this process take turns as often as Python can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,10 @@ class PytreeState:
         checkpoint has the chief's. Other strategies don't use it.
 
     Raises a MismatchError on every rank where the ranks' pytrees differ in structure, shapes or
-    dtypes; ValueError under LocalSGDStrategy without `parameters`, for parameters that aren't
-    floats, and where a pytree is assigned whose structure, shapes or dtypes are others; TypeError
-    under ParameterServerStrategy, whose variables are `strategies.Variable` alone.
+    dtypes; ValueError for two leaves of one path, integers that JAX would change, under
+    LocalSGDStrategy without `parameters`, for parameters that aren't floats, and where a pytree is
+    assigned whose structure, shapes or dtypes are others; TypeError under ParameterServerStrategy,
+    whose variables are `strategies.Variable` alone.
     """
 
     def __init__(

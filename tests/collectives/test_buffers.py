@@ -1,6 +1,5 @@
 """The pool of buffers."""
 
-import sys
 import threading
 import time
 import weakref
@@ -10,9 +9,9 @@ import numpy as np
 from collectives.messaging.buffers import BufferPool, ReusedArray
 
 
-def test_no_two_threads_get_one_array():
+def test_no_two_threads_get_one_array(hasty_threads):
     reused, mixed = ReusedArray((4,), np.dtype(np.float32)), []
-    limit, before = time.monotonic() + 1, sys.getswitchinterval()
+    limit = time.monotonic() + 1
 
     def use(number):
         while time.monotonic() < limit and not mixed:
@@ -22,15 +21,11 @@ def test_no_two_threads_get_one_array():
                 mixed.append(number)
             del array
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=use, args=(number,)) for number in (1, 2, 3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    threads = [threading.Thread(target=use, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not mixed
 
 

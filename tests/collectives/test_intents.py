@@ -1,7 +1,6 @@
 """Which calls the programs of all ranks wait in: all ranks find the same, and leave no trace."""
 
 import random
-import sys
 import threading
 
 import pytest
@@ -14,21 +13,13 @@ from tests.collectives.oracle import case
 ROUNDS = 300
 
 
-@pytest.fixture
-def many_switches():
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(usual)
-
-
 def ranks_of(size):
     segments = [memoryview(bytearray(SEGMENT_BYTES)) for _ in range(size)]
     return [NodeMemory(segments, rank, None) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_find_the_same(size, many_switches):
+def test_all_ranks_find_the_same(size, hasty_threads):
     """Though each comes at another time, and waits for another one."""
     found, together = [[] for _ in range(size)], threading.Barrier(size)
 

@@ -10,14 +10,6 @@ import pytest
 from collectives.waiting import watchdog
 
 
-@pytest.fixture
-def hasty_threads():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 class Counting:
     looks = 0
 
