@@ -63,11 +63,12 @@ class Problem:
         """A rank's input."""
         return np.resize(self._pattern(rank), count)
 
-    def folded(self, count: int) -> Array:
-        """The reduction of all ranks' inputs."""
-        patterns = [self._pattern(rank).astype(self.result_dtype) for rank in range(self.ranks)]
+    def folded(self, count: int, ranks: int | None = None) -> Array:
+        """The reduction of the inputs of all ranks, or of the first `ranks`."""
+        ranks = self.ranks if ranks is None else ranks
+        patterns = [self._pattern(rank).astype(self.result_dtype) for rank in range(ranks)]
         total = reduce(_FOLDS[self.op], patterns)
-        return np.resize(_divided(total, self.ranks) if self.op == "mean" else total, count)
+        return np.resize(_divided(total, ranks) if self.op == "mean" else total, count)
 
     def _pattern(self, rank: int) -> Array:
         # Zeros would make nearly every product zero.

@@ -13,6 +13,8 @@ CASES: dict[str, Case] = {
         reductions.PersistentAllReduceMany(),
         reductions.Reduce(),
         reductions.ReduceScatter(),
+        reductions.Scan(),
+        reductions.Exscan(),
         movements.Broadcast(),
         movements.AllGather(),
         movements.Gather(),

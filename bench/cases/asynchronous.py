@@ -30,6 +30,10 @@ class Asynchronous(Case):
         """As of the blocking call."""
         return self._case.factor(ranks)
 
+    def fullest(self, problem: Problem) -> int:
+        """As of the blocking call."""
+        return self._case.fullest(problem)
+
     def given(self, problem: Problem, rank: int) -> Array | None:
         """As of the blocking call."""
         return self._case.given(problem, rank)

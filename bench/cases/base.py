@@ -44,6 +44,10 @@ class Case(ABC):
         """The part of the size that the busiest link must carry in any algorithm: busbw / algbw."""
         return 1.0
 
+    def fullest(self, problem: Problem) -> int:
+        """The rank than which none needs more memory."""
+        return problem.root
+
     @abstractmethod
     def given(self, problem: Problem, rank: int) -> Array | None:
         """The rank's input, flat; None if it has none."""
@@ -67,8 +71,8 @@ class Case(ABC):
         def received(by: int) -> Array | None:
             return self.expected(problem, by) if self.out_of_place else None
 
-        # No rank needs more than the root.
-        most = self.given(problem, problem.root), received(problem.root)
+        fullest = self.fullest(problem)
+        most = self.given(problem, fullest), received(fullest)
         needed = self.given(problem, rank), received(rank)
         send, recv = (
             _room(allocate, each, part, problem.dtype)

@@ -1,4 +1,4 @@
-"""all_reduce, all_reduce_many, reduce and reduce_scatter."""
+"""all_reduce, all_reduce_many, reduce, reduce_scatter, scan and exscan."""
 
 from __future__ import annotations
 
@@ -107,3 +107,42 @@ class ReduceScatter(CutCase, _Reduction):
         """With `out`."""
         op = task.problem.op
         return partial(comm.reduce_scatter, task.send, op, out=task.out, algorithm=algorithm)
+
+
+class Scan(_Reduction):
+    """Rank r receives the reduction of the inputs of ranks 0 to r."""
+
+    name = "scan"
+    in_place = True
+
+    def expected(self, problem: Problem, rank: int) -> Array | None:
+        """The reduction up to the rank."""
+        return problem.folded(problem.count, rank + 1)
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """With `out`, in both forms."""
+        op = task.problem.op
+        return partial(comm.scan, task.send, op, out=task.out, algorithm=algorithm)
+
+
+class Exscan(_Reduction):
+    """Rank r receives the reduction of the inputs of ranks 0 to r - 1.
+
+    Rank 0 has no result in MPI, and none is checked.
+    """
+
+    name = "exscan"
+    in_place = True
+
+    def fullest(self, problem: Problem) -> int:
+        """The last rank."""
+        return problem.ranks - 1
+
+    def expected(self, problem: Problem, rank: int) -> Array | None:
+        """The reduction up to the rank before; None on rank 0."""
+        return problem.folded(problem.count, rank) if rank else None
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """With `out` on the ranks that have a result, in both forms."""
+        op, out = task.problem.op, task.out if task.rank else None
+        return partial(comm.exscan, task.send, op, out=out, algorithm=algorithm)

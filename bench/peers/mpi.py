@@ -5,6 +5,7 @@ The buffers' descriptions are made before the measurement, which is mpi4py's fas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,23 @@ class MpiPeer(Peer):
             return None
         send, recv = _elements(task.send), _elements(task.out)
         return partial(self._world.Reduce_scatter, send, recv, counts, op)
+
+    def scan(self, task: Task) -> Call | None:
+        """With `Scan`."""
+        return self._prefix(task, self._world.Scan, task.out)
+
+    def exscan(self, task: Task) -> Call | None:
+        """With `Exscan`, which rank 0 gives a buffer that stays as it is."""
+        out = task.out if task.rank or task.in_place else np.empty_like(task.send)
+        return self._prefix(task, self._world.Exscan, out)
+
+    def _prefix(self, task: Task, call: Callable[..., None], out: Array) -> Call | None:
+        op = _op(task)
+        if op is None:
+            return None
+        return partial(
+            call, MPI.IN_PLACE if task.in_place else _elements(task.send), _elements(out), op
+        )
 
     def broadcast(self, task: Task) -> Call:
         """With `Bcast`."""

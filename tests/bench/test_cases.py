@@ -20,6 +20,8 @@ FACTORS = {
     "all_to_all": (0.5, 0.75, 0.875),
     "broadcast": (1, 1, 1),
     "reduce": (1, 1, 1),
+    "scan": (1, 1, 1),
+    "exscan": (1, 1, 1),
     "barrier": (1, 1, 1),
 }
 PYTHON_FOLDS = {
@@ -56,6 +58,9 @@ def what_must_come(name, sent, fold, rank, root):
         return joined(cut(values, ranks)[rank] for values in sent)
     if name in ("gather", "all_gather"):
         return joined(sent) if name == "all_gather" or rank == root else None
+    if name in ("scan", "exscan"):
+        sent = sent[: rank + (name == "scan")]
+        return [fold(values) for values in zip(*sent, strict=True)] or None
     folded = [fold(values) for values in zip(*sent, strict=True)]
     if name == "reduce_scatter":
         return cut(folded, ranks)[rank]
