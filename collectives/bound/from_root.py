@@ -5,7 +5,7 @@ The root's pickle travels with the check of the call, and few bytes of an array 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,18 +32,20 @@ class Sent(NamedTuple):
 
     pickled: bytes
     nbytes: int = 0
-    """How many bytes the array has."""
+    """How many bytes of the array the other ranks get."""
     array: Array | None = None
     """The array, flat, unless it lies on a GPU."""
+    pieces: Sequence[Array] = ()
+    """What the other ranks get of it, in their order."""
 
     def within(self, most: int) -> Array:
-        """What travels of it: the array, and the pickle behind it; the pickle alone; or nothing."""
+        """What travels of it: the pieces, and the pickle behind; the pickle alone; or nothing."""
         if len(self.pickled) > most:
             return np.empty(0, _BYTES)
         content = np.frombuffer(self.pickled, _BYTES)
         if self.array is None or len(content) + self.nbytes > most:
             return content
-        return np.concatenate([self.array.view(_BYTES), content])
+        return np.concatenate([*(piece.view(_BYTES) for piece in self.pieces), content])
 
 
 _NOTHING = Sent(b"")
@@ -61,7 +63,7 @@ def bind_from_root(
     """The function (sent, source) of a `Sent`, None on other ranks than the root.
 
     receive(result, data, source, index) ends the call: `result` was pickled on the root, `data` are
-    the bytes of its array, None where they did not travel with the check. `index` is that of the
+    the bytes of its pieces, None where they did not travel with the check. `index` is that of the
     rows of addresses, as for `bound.bind`. `read` returns what was pickled, and raises it if it is
     an exception, as all ranks do.
     """
@@ -108,14 +110,17 @@ class _NodeRow:
         )
 
     def _publish(self, index: int, sent: Any, target: Any) -> None:
-        pickled, nbytes, array = sent
+        pickled, nbytes, array, pieces = sent
         length, slot = len(pickled), self._slots[index]
         few = length + nbytes <= self.most
         if few:
             self._words[index + FIRST_NUMBER] = length
             self._words[index + FIRST_NUMBER + 1] = nbytes
-            if nbytes:
-                slot[:nbytes] = array.view(_BYTES)
+            start = 0
+            for piece in pieces:
+                end = start + piece.nbytes
+                slot[start:end] = piece.view(_BYTES)
+                start = end
         else:
             self._addresses.store(index, array, None, length, nbytes)
         if length <= self.most:
@@ -123,7 +128,7 @@ class _NodeRow:
             self._bytes[index][start : start + length] = pickled
 
     def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
-        """The lengths of the pickle and of the array, and what travelled."""
+        """The lengths of the pickle and of the pieces, and what travelled."""
         first = index + FIRST_NUMBER
         return self._words[first], self._words[first + 1], self._slots[index]
 
@@ -142,7 +147,7 @@ class _ExchangedRow(ExchangedRows):
         return (len(sent.pickled), sent.nbytes, len(content)), content
 
     def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
-        """The lengths of the pickle and of the array, and what travelled."""
+        """The lengths of the pickle and of the pieces, and what travelled."""
         _, lengths, nbytes = self.numbers()
         return lengths[self._root], nbytes[self._root], self.joined()
 
@@ -157,7 +162,7 @@ class _MessageRow:
         self._engine, self._root = engine, root
 
     def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
-        """The lengths of the pickle and of the array; no content."""
+        """The lengths of the pickle and of the pieces; no content."""
         given = _NOTHING if sent is None else sent
         lengths = np.array([len(given.pickled), given.nbytes], np.int64)
         self._engine.run("broadcast", None, lengths, root=self._root)

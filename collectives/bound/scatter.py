@@ -34,7 +34,7 @@ _BYTES = np.dtype(np.uint8)
 def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) -> Call:
     """The function (array, (axis, out)) → this rank's block, in `out` unless it is None."""
     known: LRU[bytes, _Block] = LRU()
-    pickles: LRU[tuple[Any, ...], bytes] = LRU()
+    pickles: LRU[tuple[Any, ...], tuple[bytes, slice]] = LRU()
     root = signature.root or 0
     on_root = engine.rank == root
 
@@ -42,20 +42,21 @@ def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) ->
         """What the root sends, and its elements; the error if there are none."""
         plain = type(array) is np.ndarray and type(axis) is int and axis == 0 and not algorithm
         if plain and array.flags.carray:
-            pickled = pickles.get((array.dtype, array.shape))
-            if pickled is not None:
+            known_kind = pickles.get((array.dtype, array.shape))
+            if known_kind is not None:
                 flat = array.reshape(-1)
-                return Sent(pickled, flat.nbytes, flat), flat
+                return _of_others(flat, *known_kind), flat
         try:
             found, rows = look_at(engine, array, axis)
         except Exception as error:
             return Sent(outcome_of(partial(_raise, error))), None
-        pickled = outcome_of(lambda: found)
+        pickled, lengths = outcome_of(lambda: found), found.lengths(engine.size)
+        own = slice(sum(lengths[:root]), sum(lengths[: root + 1]))
         if plain:
-            pickles.put((array.dtype, array.shape), pickled)
+            pickles.put((array.dtype, array.shape), (pickled, own))
         if algorithm is not None or is_device(rows.flat):
             return Sent(pickled, ANY_ROOM), rows.flat
-        return Sent(pickled, rows.flat.nbytes, rows.flat), rows.flat
+        return _of_others(rows.flat, pickled, own), rows.flat
 
     def read(engine: Engine, pickled: Array) -> _Block:
         content = pickled.tobytes()
@@ -68,7 +69,7 @@ def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) ->
     ) -> Any:
         array, flat, out = source
         if data is not None:
-            return block.deliver(data, array, out)
+            return block.deliver(data, flat, array, out)
         return block.move(flat, array, out, index)
 
     call = bind_from_root(engine, signature, root, receive, read)
@@ -79,6 +80,12 @@ def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) ->
         return call(sent, (array, flat, out))
 
     return scatter
+
+
+def _of_others(flat: Array, pickled: bytes, own: slice) -> Sent:
+    """What the root sends of its elements: all but those of its own block."""
+    pieces = [piece for piece in (flat[: own.start], flat[own.stop :]) if len(piece)]
+    return Sent(pickled, sum(piece.nbytes for piece in pieces), flat, pieces)
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -95,6 +102,7 @@ class _Block:
         self._shape = split_rows(found.rows, size)[rank], *found.rest
         self._lengths = [length * itemsize for length in found.lengths(size)]
         self._start, self._nbytes = sum(self._lengths[:rank]), sum(self._lengths)
+        self._start_of_others = self._start - (self._lengths[root] if rank > root else 0)
         self._selector: PathSelector | None = None
         addressed = algorithm is None and not found.on_gpu
         if node_of_all(engine) is not None and size > 1 and addressed:
@@ -103,9 +111,12 @@ class _Block:
             if isinstance(path, PathSelector) and path.exchanges(self._nbytes):
                 self._selector = path
 
-    def deliver(self, data: Array, array: Any, out: Any) -> Any:
-        """As `Scattered.deliver`, from all elements' bytes."""
-        block: Array = np.ndarray(self._shape, self._found.dtype, data, self._start)
+    def deliver(self, data: Array, flat: Array | None, array: Any, out: Any) -> Any:
+        """As `Scattered.deliver`, from the bytes of all but the root's block, and its elements."""
+        start, dtype = self._start_of_others, self._found.dtype
+        if flat is not None:
+            data, start = flat.view(_BYTES), self._start
+        block: Array = np.ndarray(self._shape, dtype, data, start)
         result = self._result(array, out)
         if result is None:
             return self._found.deliver(self._engine, block, array, out)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.experimental.ops import cardinality
 from tensorflow.python.data.experimental.ops import distribute as distribute_ops
 from tensorflow.python.distribute import input_util
 
 from collectives import Communicator
 from strategies.core.same_error import call_on_all
 
+log = logging.getLogger("strategies")
+
 _POLICIES = tf.data.experimental.AutoShardPolicy
+
+# The readers whose files TensorFlow splits (grappler/optimizers/data/auto_shard.cc).
+_READERS = (
+    "ArrayRecordDataset",
+    "FixedLengthRecordDataset",
+    "RecordIODataset",
+    "SSTableDataset",
+    "TextLineDataset",
+    "TFRecordDataset",
+)
 
 # An iterator of one device, in host memory. TensorFlow's default is MultiDeviceIterator, which
 # frees its dataset before its thread has ended, so that a process may end by SIGSEGV where an
@@ -29,8 +41,9 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """This rank's part of each global batch, or of the files, by the dataset's policy. Collective.
 
     A policy that one rank cannot follow raises an error on every rank. AUTO follows DATA where
-    there are fewer files than ranks, and where the dataset combines several sources. Where the
-    ranks can count the batches, they do not agree on the end at each step.
+    there are fewer files than ranks, and where the dataset combines several sources. DATA reads
+    them in a deterministic order. Where the ranks can count the batches that it splits, they do not
+    agree on the end at each step.
 
     ValueError for FILE with fewer files than ranks or with other data, and for elements without
     rows; TypeError for what is no dataset.
@@ -57,32 +70,31 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
         except tf.errors.NotFoundError as error:
             if "unshardable" not in str(error):
                 raise
-            raise ValueError(
-                "the dataset has sources that aren't files: AutoShardPolicy.FILE can't split them;"
-                " AutoShardPolicy.DATA splits batches instead"
-            ) from error
+            raise _without_files() from error
 
     if alone or not tf.executing_eagerly():
         return make(dataset)
     policy = _policy(dataset)
     if policy in (_POLICIES.AUTO, _POLICIES.FILE):
-        fewest, several = _sources(communicator, dataset)
-        if fewest < communicator.size or (several and policy is _POLICIES.AUTO):
-            if policy is _POLICIES.FILE:
-                raise ValueError(
-                    f"the dataset has {fewest:.0f} files: must have at least {communicator.size}"
-                    " with AutoShardPolicy.FILE, one for each rank; AutoShardPolicy.DATA splits"
-                    " batches instead"
-                )
-            # FILE would fail during the iteration, on one rank, if these are files. Files that are
+        fewest, several = _files(communicator, dataset)
+        if policy is _POLICIES.AUTO:
+            # FILE would fail during the iteration, on one rank, of fewer files. Files that are
             # zipped with other sources would be split apart from those.
-            policy = _POLICIES.DATA
-            dataset = _with_policy(dataset, policy)
+            by_files = communicator.size <= fewest < math.inf and not several
+            policy = _POLICIES.FILE if by_files else _POLICIES.DATA
+        elif fewest == math.inf:
+            raise _without_files()
+        elif fewest < communicator.size:
+            raise ValueError(
+                f"the dataset has {fewest:.0f} files: must have at least {communicator.size}"
+                " with AutoShardPolicy.FILE, one for each rank; AutoShardPolicy.DATA splits"
+                " batches instead"
+            )
+    if policy is _POLICIES.DATA:
+        dataset = _in_one_order(dataset)
     made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
-    # The cardinality of files is unknown unless the program asserts it, and AUTO may split files.
-    trusted = policy is _POLICIES.DATA or (
-        policy is _POLICIES.AUTO and not any(_asserts(each) for each in _chain(dataset))
-    )
+    # What files hold is not known, whatever `repeat().take(n)` or the program says of all.
+    trusted = policy is _POLICIES.DATA
     counts = communicator.all_gather_object(int(made.cardinality) if trusted else -1)
     if counts[0] >= 0 and len(set(counts)) == 1:
         made._enable_get_next_as_optional = False
@@ -179,20 +191,63 @@ def _chain(dataset: Any) -> Iterator[Any]:
         yield each
 
 
-def _asserts(dataset: Any) -> bool:
-    return isinstance(dataset, cardinality._AssertCardinalityDataset)
+def _without_files() -> ValueError:
+    return ValueError(
+        "the dataset has sources that aren't files which TensorFlow splits, as TFRecordDataset,"
+        " TextLineDataset and FixedLengthRecordDataset read them: AutoShardPolicy.FILE can't split"
+        " them; AutoShardPolicy.DATA splits batches instead"
+    )
 
 
-def _sources(communicator: Communicator, dataset: Any) -> tuple[float, bool]:
-    """The least number of elements, such as files, of any source of any rank's dataset.
+def _files(communicator: Communicator, dataset: Any) -> tuple[float, bool]:
+    """The least number of files, or of other elements, that TensorFlow would split on any rank.
 
-    And whether any rank's has several sources.
+    Infinity where it would split none. And whether any rank's dataset has several sources.
     """
-    sources = [each for each in _chain(dataset) if not (each._inputs() or _names_of_files(each))]
-    counts = [int(each.cardinality()) for each in sources]
-    fewest = min((each for each in counts if each >= 0), default=math.inf)
-    every = communicator.all_gather_object((fewest, len(sources) > 1))
-    return float(min(each for each, _ in every)), any(several for _, several in every)
+    size = communicator.size
+
+    def count() -> tuple[float, bool]:
+        sources = [
+            each for each in _chain(dataset) if not (each._inputs() or _names_of_files(each))
+        ]
+        counts = [_at_least(files, size) for files in _split(dataset)]
+        return min(counts, default=math.inf), len(sources) > 1
+
+    own = call_on_all(communicator, "counting the files", count)
+    found = communicator.all_gather_object(own)
+    return min(each for each, _ in found), any(several for _, several in found)
+
+
+def _split(dataset: Any) -> list[Any]:
+    """The datasets whose elements TensorFlow would split: what is given to those that read files.
+
+    Of each chain the last one that does.
+    """
+    names = _names_of_files(dataset)
+    if names:
+        return names
+    inputs: list[Any] = dataset._inputs()
+    if _reads_files(dataset):
+        return inputs
+    return [files for each in inputs for files in _split(each)]
+
+
+def _reads_files(dataset: Any) -> bool:
+    """Whether its function reads files, as that of `interleave` and `flat_map` may."""
+    function = getattr(dataset, "_map_func", None)
+    if function is None:
+        return False
+    graph = function.function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+    return any(node.op.startswith(_READERS) for node in nodes)
+
+
+def _at_least(files: Any, enough: int) -> float:
+    """How many there are; where it is not known, up to `enough` are counted."""
+    count = int(files.cardinality())
+    if count == tf.data.UNKNOWN_CARDINALITY:
+        return sum(1 for _ in files.take(enough))
+    return math.inf if count == tf.data.INFINITE_CARDINALITY else count
 
 
 def _names_of_files(reader: Any) -> list[Any]:
@@ -205,7 +260,14 @@ def _policy(dataset: Any) -> Any:
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def _with_policy(dataset: Any, policy: Any) -> Any:
+def _in_one_order(dataset: Any) -> Any:
+    """The dataset with the policy DATA: in another order each rank would keep parts of others."""
+    if any(getattr(each, "_deterministic", None) == "false" for each in _chain(dataset)):
+        log.warning(
+            "the dataset has a step with deterministic=False, so that ranks may read its rows in"
+            " different orders: some are lost and others repeated; leave the argument out"
+        )
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = policy
+    options.experimental_distribute.auto_shard_policy = _POLICIES.DATA
+    options.deterministic = True
     return dataset.with_options(options)

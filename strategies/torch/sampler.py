@@ -87,7 +87,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
             return last.taken
         batches = loader._index_sampler
         rows = 1 if batches is self else getattr(batches, "batch_size", len(self))
-        return min(last.start + int(loader._num_yielded) * rows, last.taken)
+        position = min(last.start + int(loader._num_yielded) * rows, last.taken)
+        left_out = last.ended and getattr(batches, "drop_last", False)
+        return last.taken if left_out and last.taken - position < rows else position
 
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank's samples, from the restored position on, if there is one.

@@ -71,8 +71,10 @@ def test_the_policies(tf, strategy, comm):
         whole = [row for parts in zip(*found, strict=True) for each in parts for row in each]
         times = comm.size if policy is policies.OFF else 1
         assert sorted(whole) == sorted([*range(12)] * times)
-    with pytest.raises((tf.errors.NotFoundError, ValueError)):
-        strategy.experimental_distribute_dataset(with_policy(tf, dataset, policies.FILE))
+    table = tf.data.experimental.CsvDataset(["absent.csv"], [tf.int64])
+    for given in (dataset, table.batch(2)):
+        with pytest.raises(ValueError, match=r"aren't files which TensorFlow splits, as TFRecord"):
+            strategy.experimental_distribute_dataset(with_policy(tf, given, policies.FILE))
 
 
 def test_files(tf, strategy, comm, folder):
@@ -93,6 +95,69 @@ def test_files(tf, strategy, comm, folder):
     distributed = strategy.experimental_distribute_dataset(numbers(names[:1]))
     found = comm.all_gather_object(functools.reduce(operator.iadd, rows(strategy, distributed), []))
     assert sorted(functools.reduce(operator.iadd, found, [])) == [0, 1]
+
+
+def test_lists_of_files_that_are_cut(tf, strategy, comm, folder):
+    """AUTO counts what is left before the files are read: fewer than ranks follow DATA."""
+    if comm.rank == 0:
+        for number in range(4):
+            (folder / f"{number}.txt").write_text(f"{number}0\n{number}1\n")
+    comm.barrier()
+    read = tf.data.TextLineDataset
+    files = tf.data.Dataset.list_files(str(folder / "*.txt"), shuffle=False)
+    only_3 = files.filter(lambda name: tf.strings.regex_full_match(name, ".*3.txt"))
+    file = tf.data.experimental.AutoShardPolicy.FILE
+    every = files.filter(lambda name: True)
+    for lines, read_from, split in (
+        (files.take(1).interleave(read), [0], False),
+        (files.skip(3).flat_map(read), [3], False),
+        (only_3.flat_map(lambda name: read(name).map(tf.strings.strip)), [3], False),
+        (files.batch(4).flat_map(read), [0, 1, 2, 3], False),
+        (read(files.take(1)), [0], False),
+        (files.interleave(read), [0, 1, 2, 3], True),
+        (every.flat_map(read), [0, 1, 2, 3], True),
+    ):
+        batches = lines.map(tf.strings.to_number).batch(2)
+        distributed = strategy.experimental_distribute_dataset(batches)
+        found = comm.all_gather_object(
+            functools.reduce(operator.iadd, rows(strategy, distributed), [])
+        )
+        whole = sorted(row for each in found for row in each)
+        assert whole == [10 * file + row for file in read_from for row in range(2)]
+        files_here = {row // 10 for row in found[comm.rank]}
+        assert (files_here == set(range(comm.rank, 4, comm.size))) == split
+    with pytest.raises(ValueError, match=f"has 1 files: must have at least {comm.size}"):
+        strategy.experimental_distribute_dataset(
+            with_policy(tf, files.take(1).interleave(read).batch(2), file)
+        )
+
+
+def test_a_number_of_batches_that_files_do_not_have(tf, strategy, comm, folder):
+    """TensorFlow counts those of `take`, of all ranks together: each rank's files give others."""
+    if comm.rank == 0:
+        for number in range(comm.size):
+            (folder / f"{number}.txt").write_text("1\n2\n3\n4\n" if number else "")
+    comm.barrier()
+    lines = tf.data.TextLineDataset([str(folder / f"{n}.txt") for n in range(comm.size)])
+    batches = lines.map(tf.strings.to_number).repeat().take(8).batch(3 * comm.size // 2)
+    steps = 0
+    for _ in strategy.experimental_distribute_dataset(batches):
+        assert float(strategy.reduce("SUM", tf.constant(1.0), axis=None)) == comm.size
+        steps += 1
+    assert steps > 0
+
+
+def test_batches_are_split_in_one_order(tf, strategy, comm, caplog):
+    """Without it each rank would take its parts of other batches."""
+    dataset = tf.data.Dataset.range(8).batch(4)
+    options = tf.data.Options()
+    options.deterministic = False
+    distributed = strategy.experimental_distribute_dataset(dataset.with_options(options))
+    assert distributed._original_dataset.options().deterministic
+    assert "a step with" not in caplog.text
+    free = tf.data.Dataset.range(8).map(lambda x: x, num_parallel_calls=2, deterministic=False)
+    strategy.experimental_distribute_dataset(free.batch(4))
+    assert "has a step with deterministic=False" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -116,7 +181,7 @@ def test_files_beside_other_sources(tf, strategy, comm, folder):
         whole = functools.reduce(operator.iadd, comm.all_gather_object(found), [])
         assert sorted(whole) == list(range(3 * count))
     together = with_policy(tf, tf.data.Dataset.zip((read, labels)).batch(4), policies.FILE)
-    with pytest.raises(ValueError, match=r"sources that aren't files: AutoShardPolicy\.FILE can't"):
+    with pytest.raises(ValueError, match=r"sources that aren't files which .*FILE can't"):
         strategy.experimental_distribute_dataset(together)
     with strategy.scope():
         model = tf.keras.Sequential(

@@ -42,6 +42,16 @@ iterator = iter(again)
 assert next(iterator).tolist() == whole[2:4]
 assert resumed.saved_tensors()["position"] == min(4, len(whole)) % len(whole) * size
 
+# The samples that the loader leaves out are no part of the epoch: it has ended.
+uneven = strategy.sampler(range(7 * size), seed=3)
+uneven.set_epoch(0)
+dropping = torch.utils.data.DataLoader(
+    range(7 * size), 3, sampler=uneven, num_workers=1, drop_last=True, persistent_workers=True
+)
+positions = [int(uneven.saved_tensors()["position"]) for _ in dropping]
+assert positions == [3 * size, 0], positions
+assert uneven.saved_tensors()["epoch"] == 1
+
 sampler.set_epoch(0)
 for _ in loader:
     break
