@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from collectives.torch.closures import over_ranks
+from collectives.torch.closures import over_ranks, then_reduced
 from collectives.torch.gradients import GradientReducer
 from collectives.transports.local import alone
 from strategies.core.same_error import PropagatedErrors, refuse_differences
@@ -121,7 +121,9 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         reducer.wait(None if closure else stepping)
         if closure is None:
             return None
-        folded = over_ranks(closure, reducer.fold_number)
+        refuses = options.get("unused") != "zeros"
+        reduced = then_reduced(closure, reducer.wait, stepping, refuses=refuses)
+        folded = over_ranks(reduced, reducer.fold_number)
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
 

@@ -676,6 +676,78 @@ def test_what_a_closure_returns_beside_tensors(torch, comm):
     assert optimizer.step(lambda: closure("the loss")).requires_grad
 
 
+@pytest.mark.ranks(2, 3)
+def test_closures_reduce_what_no_backward_has_reduced(torch, comm):
+    """As a step without a closure does."""
+    strategy, last = strategy_of("worker", comm), comm.rank == comm.size - 1
+    whole = batches(torch, comm.size)[0]
+    part = whole.chunk(comm.size)[comm.rank]
+
+    def accumulated(model):
+        with strategy.gradients_of(model).no_sync():
+            loss_of(model, part).backward()
+
+    def without_rows(model):
+        strategy.gradients_of(model).weight = 0.0 if last else 1.0
+        if not last:
+            loss_of(model, part).backward()
+
+    def without_backward(model):
+        if not last:
+            loss_of(model, part).backward()
+
+    for work, options in (
+        (accumulated, {}),
+        (without_rows, {"weighted": True}),
+        (without_backward, {"unused": "zeros"}),
+    ):
+        found = []
+        for in_closure in (False, True):
+            model = network(torch)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            strategy.distribute(model, optimizer, **options)
+
+            def closure(model=model, optimizer=optimizer, work=work):
+                optimizer.zero_grad()
+                work(model)
+                return torch.ones(())
+
+            if in_closure:
+                assert float(optimizer.step(closure)) == 1
+            else:
+                closure()
+                optimizer.step()
+            found.append([each.tolist() for each in model.parameters()])
+        assert found[0] == found[1] != [each.tolist() for each in network(torch).parameters()]
+        assert comm.all_gather_object(found[1]) == [found[1]] * comm.size
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_closure_that_raises_on_one_rank(torch, comm):
+    """The ranks do the same steps after it."""
+    from collectives.torch import GradientError
+
+    strategy = strategy_of("worker", comm)
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer)
+
+    def closure(raises=False):
+        optimizer.zero_grad()
+        if raises:
+            raise OSError("of the first rank")
+        loss = loss_of(model, batches(torch, comm.size)[0].chunk(comm.size)[comm.rank])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(GradientError if comm.rank else OSError):
+        optimizer.step(lambda: closure(raises=comm.rank == 0))
+    optimizer.step(closure)
+    found = [each.tolist() for each in model.parameters()]
+    assert comm.all_gather_object(found) == [found] * comm.size
+
+
 @pytest.mark.ranks(2)
 def test_a_step_within_a_backward_is_named(torch, comm):
     strategy = strategy_of("worker", comm)
