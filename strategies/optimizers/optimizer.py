@@ -224,6 +224,10 @@ class Optimizer(ABC):
                 self._restored.pop(kept, None)
         return slots
 
+    def forget(self, value: Storage) -> None:
+        """Keep no slots of the value any longer."""
+        self._slots.pop(id(value), None)
+
     def number_of(self, value: Storage) -> int | None:
         """The value's number in the names of its slots; None where it has none yet."""
         return next((n for n, known in enumerate(self._slots) if known == id(value)), None)

@@ -84,6 +84,17 @@ class Averaging:
         """Average this one as well, as long as every replica has it. All ranks add it."""
         self._known.append(weakref.ref(value))
 
+    def number(self, values: Iterable[ReplicaStorage]) -> None:
+        """Number the outer optimizer's slots of these in this order, not by their first steps."""
+        for value in values:
+            if self._outer is not None:
+                self._outer.slots_of(value, ())
+
+    def forget(self, value: ReplicaStorage) -> None:
+        """Its outer momentum is of use no longer."""
+        if self._outer is not None:
+            self._outer.forget(value)
+
     def begin_step(self, values: Iterable[ReplicaStorage]) -> None:
         """Before a step that changes these; an outer step needs what was agreed on."""
         for value in values:

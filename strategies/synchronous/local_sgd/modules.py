@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from collectives.arrays.tensors import from_torch
+from strategies.core.values import Array
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
 from strategies.torch.steps import step_hooks
 
@@ -26,15 +27,24 @@ class AveragedModules:
     def add(self, model: Any, optimizers: Sequence[Any]) -> None:
         """Average the parameters that require gradients, now or in a later step.
 
-        A call replaces earlier ones of the model, and of those that share a parameter with it.
+        A call replaces earlier ones of the model, and of those that share a parameter with it. The
+        parameters that stay in their memory keep their outer momentum.
         """
         parameters = {id(each) for each in model.parameters() if each.requires_grad}
+        earlier: list[tuple[Any, ReplicaStorage]] = []
         for other, known in list(self._known.items()):
             if other is model or known.has_any(parameters):
-                self._known.pop(other).release()
-        module = self._known[model] = _Module(model, optimizers, self)
+                earlier += self._known.pop(other).release()
+        kept = {id(parameter): value for parameter, value in earlier}
+        module = self._known[model] = _Module(model, optimizers, self, kept)
+        values, known_values = set(map(id, module.values)), {id(value) for _, value in earlier}
+        for _, value in earlier:
+            if id(value) not in values:
+                self._averaging.forget(value)
         for value in module.values:
-            self._averaging.add(value)
+            if id(value) not in known_values:
+                self._averaging.add(value)
+        self._averaging.number(module.values)
 
     def __len__(self) -> int:
         """How many there are."""
@@ -72,13 +82,22 @@ class AveragedModules:
 class _Module:
     """One module's parameters as values to average, and the hooks of its optimizers."""
 
-    def __init__(self, model: Any, optimizers: Sequence[Any], modules: AveragedModules) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Sequence[Any],
+        modules: AveragedModules,
+        kept: Mapping[int, ReplicaStorage],
+    ) -> None:
+        """`kept`: the values of earlier modules, by the identities of their parameters."""
         # Without the module itself, which is a weak key.
         self._parameters = [
             (name, each) for name, each in model.named_parameters() if _may_be_trained(each)
         ]
         self._at_first = [each.requires_grad for _, each in self._parameters]
-        self.values = [ReplicaStorage(from_torch(each, name)) for name, each in self._parameters]
+        self.values = [
+            _value_of(from_torch(each, name), kept.get(id(each))) for name, each in self._parameters
+        ]
         self._addresses = [each.data_ptr() for _, each in self._parameters]
         self.note_versions()
         self._hooks = []
@@ -120,14 +139,29 @@ class _Module:
 
     def settle(self, restored: Set[int]) -> None:
         """The replicas agree on the parameters with these identities."""
-        for (_, each), value in zip(self._parameters, self.values, strict=True):
+        for number, (_, each) in enumerate(self._parameters):
             if id(each) in restored:
-                value.settle()
+                self.values[number].settle()
+                self._versions[number] = each._version
 
-    def release(self) -> None:
-        """Remove the hooks."""
+    def release(self) -> list[tuple[Any, ReplicaStorage]]:
+        """Remove the hooks; the parameters and their values."""
         for hook in self._hooks:
             hook.remove()
+        return [
+            (each, value) for (_, each), value in zip(self._parameters, self.values, strict=True)
+        ]
+
+
+def _value_of(array: Array, kept: ReplicaStorage | None) -> ReplicaStorage:
+    """The value in the parameter's memory: the one that was kept, if it has not moved.
+
+    The replicas agree on it.
+    """
+    if kept is None or kept.view().__array_interface__ != array.__array_interface__:
+        return ReplicaStorage(array)
+    kept.settle()
+    return kept
 
 
 def _may_be_trained(parameter: Any) -> bool:

@@ -266,6 +266,51 @@ def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
         assert [each.item() for each in model.parameters()] == expected
 
 
+@pytest.mark.ranks(2)
+def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, folder, caplog):
+    """Also in a file that another program restores, whose layers were never frozen."""
+
+    def begun():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
+        outer = strategies.optimizers.SGD(0.5, momentum=0.9)
+        strategy = strategies.LocalSGDStrategy(1, outer_optimizer=outer, communicator=comm)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        strategy.distribute(model, optimizer)
+        checkpoint = strategies.Checkpoint(model=model, outer=outer)
+        return model, optimizer, strategy, outer, checkpoint
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.full((1, 1), comm.rank + 1.0)).sum().backward()
+        optimizer.step()
+        return [each.item() for each in model.parameters()]
+
+    found = []
+    for times in (0, 2):
+        model, optimizer, strategy, outer, checkpoint = begun()
+        model[0].requires_grad_(False)
+        strategy.distribute(model, optimizer)
+        step(model, optimizer)
+        model[0].requires_grad_(True)
+        for _ in range(times):
+            strategy.distribute(model, optimizer)
+        step(model, optimizer)
+        path = checkpoint.save(folder / f"{times}")
+        found.append([step(model, optimizer) for _ in range(2)])
+        again, optimizer, strategy, outer, checkpoint = begun()
+        checkpoint.restore(path)
+        assert [step(again, optimizer) for _ in range(2)] == found[-1]
+    assert found[0] == found[1]
+    # What was restored is not a change by somebody else.
+    checkpoint.restore(path)
+    checkpoint.save(folder / "other")
+    assert not caplog.records
+    # Parameters that have moved have other values, which begin without momentum.
+    strategy.distribute(again.double(), optimizer)
+    assert len(outer.values) == 2
+
+
 @pytest.mark.ranks(1, 2)
 def test_what_every_rank_trains_apart_is_not_saved(torch, comm, folder, monkeypatch):
     # Other tests of this world may have a process group.
