@@ -100,6 +100,8 @@ class _Step:
         self._sums: dict[int, tuple[Any, Any]] = {}
         """Each variable that has had a gradient, and the sum since the last step."""
         self._count: Any = None
+        self._known: Any = None
+        """How many sums there are."""
 
     def take(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """As `keras.optimizers.Optimizer.apply`, of the gradients over the ranks. Collective."""
@@ -110,7 +112,8 @@ class _Step:
         with tf.init_scope():
             if not self._optimizer.built:
                 self._optimizer.build(variables)
-            self._count = tf.Variable(0) if self._count is None else self._count
+            if self._count is None:
+                self._count, self._known = tf.Variable(0), tf.Variable(0)
         for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
                 self._sum_of(variable).assign_add(tf.convert_to_tensor(grad))
@@ -123,6 +126,7 @@ class _Step:
         if key not in self._sums:
             with tf.init_scope():
                 self._sums[key] = variable, tf.Variable(tf.zeros(variable.shape, variable.dtype))
+                self._known.assign(len(self._sums))
         return self._sums[key][1]
 
     def _count_only(self) -> Any:
@@ -131,10 +135,17 @@ class _Step:
 
     def _apply_sums(self) -> Any:
         variables, sums = zip(*self._sums.values(), strict=True)
-        self._apply([each.value() * self._factor for each in sums], list(variables))
-        for each in sums:
-            each.assign(tf.zeros_like(each))
-        self._count.assign(0)
+        complete = tf.debugging.assert_equal(
+            self._known,
+            len(sums),
+            "backward_passes_per_step: a variable had its first gradient after this tf.function was"
+            " traced: each function must give the gradients of all variables",
+        )
+        with tf.control_dependencies([complete] if tf.inside_function() else []):
+            self._apply([each.value() * self._factor for each in sums], list(variables))
+            for each in sums:
+                each.assign(tf.zeros_like(each))
+            self._count.assign(0)
         return tf.constant(0)
 
     def _apply(self, grads: list[Any], variables: list[Any]) -> Any:

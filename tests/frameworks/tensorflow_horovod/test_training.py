@@ -230,6 +230,23 @@ def test_passes_belong_to_their_variables(tf, hvd, keras, comm):
     assert (float(second), int(optimizer.iterations)) == (-20, 3)
 
 
+def test_passes_of_functions_with_other_variables(tf, hvd, keras):
+    """A function knows the sums of its own trace: another one's would be left out of the step."""
+    first, second = keras.Variable(0.0), keras.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    optimizer.build([first, second])
+    one = tf.constant(1.0)
+    of_first = tf.function(lambda: optimizer.apply([one], [first]))
+    of_both = tf.function(lambda: optimizer.apply([one, one], [first, second]))
+    of_first()
+    of_first()
+    of_both()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="first gradient after this"):
+        of_first()
+    of_both()
+    assert float(second) == -2
+
+
 def test_gradients_of_other_variables_are_not_mixed(tf, hvd, comm):
     variables = [tf.Variable(1.0), tf.Variable(2.0)]
     losses = {
