@@ -28,7 +28,8 @@ class ClusterCoordinator:
     and `done` raise RankFailedError from then on: the program is to be started anew from its last
     checkpoint.
 
-    Raises ValueError for another strategy, and for one whose cluster has no chief or no worker;
+    Raises ValueError for another strategy, for one whose cluster has no chief or no worker, and for
+    one with a staleness, which counts the steps of workers that take them on their own;
     RuntimeError on a rank that is not the chief.
     """
 
@@ -156,5 +157,12 @@ def _link_of(strategy: Strategy) -> Link:
         raise RuntimeError(
             f"ClusterCoordinator must be made by the chief, rank {link.chief}; this is rank"
             f" {link.box.rank}, which calls strategy.serve()"
+        )
+    staleness = getattr(strategy, "staleness", None)
+    if staleness is not None:
+        # Workers would wait for the chief, which takes no steps, and for those without a function.
+        raise ValueError(
+            f"strategy has staleness={staleness}: must be None where a ClusterCoordinator chooses"
+            " which worker takes a step"
         )
     return link

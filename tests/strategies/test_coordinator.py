@@ -292,6 +292,9 @@ def test_only_a_chief_of_workers_can_schedule(comm):
             ClusterCoordinator(strategy)
         serve_chief(strategy, strategy.link, lambda: None)
     else:
+        strategy.staleness = 2
+        with pytest.raises(ValueError, match="staleness=2: must be None where a ClusterCoord"):
+            ClusterCoordinator(strategy)
         strategy.link.end()  # without a coordinator, too
     strategy.link.box.close()
 
