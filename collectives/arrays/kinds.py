@@ -83,7 +83,7 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
         converted = _from_dlpack(array)
     else:
         try:
-            converted = _from_buffer(array)
+            converted = _from_buffer(array, argument)
         except ValueError as error:
             if not isinstance(array, list | tuple):
                 raise
@@ -103,7 +103,8 @@ def _check_dtype(dtype: np.dtype[Any], argument: str) -> None:
         raise TypeError(
             f"{argument} of dtype {dtype}: only fixed-size numbers can be sent as arrays"
             f"{_AS_NUMBERS.get(dtype.kind, '')};"
-            " broadcast_object and all_gather_object take anything that pickles"
+            " broadcast_object, all_gather_object and a mailbox (`comm.mailbox()`) take anything"
+            " that pickles"
         )
 
 
@@ -115,11 +116,21 @@ def _from_dlpack(array: Any) -> Array:
         return np.asarray(array)
 
 
-def _from_buffer(array: Any) -> Array:
+def _from_buffer(array: Any, argument: str) -> Array:
     try:
         return np.asarray(memoryview(array))
     except TypeError:
+        pass
+    try:
         return np.asarray(array)
+    except TypeError as error:
+        # By its name, since to look for the class would import JAX.
+        if type(error).__name__ != "TracerArrayConversionError":
+            raise
+        raise TypeError(
+            f"{argument} is traced by JAX, within jit or grad: there `collectives.jax` has the"
+            " collectives, as `collectives.jax.all_reduce`"
+        ) from error
 
 
 def _check_on_cpu(device: int, array: Any, argument: str) -> None:

@@ -98,7 +98,7 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
     def show_and_abort(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if _ends_alone:
+        if _ends_alone or mpi.Is_finalized():
             show(kind, error, trace)
             return
         try:

@@ -54,6 +54,11 @@ def join_cluster(
     """
     world = world_of(communicator)
     with PropagatedErrors(world, "cluster_resolver"):
+        if not isinstance(resolver, ClusterResolver | None):
+            raise TypeError(
+                f"cluster_resolver is a {type(resolver).__name__}: must be a ClusterResolver of"
+                " strategies, or None"
+            )
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     with raising_on_all(world.rank):
         places = assign_ranks(world.all_gather_object((text, socket.gethostname())))

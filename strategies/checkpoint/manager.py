@@ -97,6 +97,11 @@ class CheckpointManager:
             ]
             return os.fspath(directory), max_to_keep, checkpoint_name, steps
 
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"checkpoint is a {type(checkpoint).__name__}: must be a strategies.Checkpoint, as"
+                " Checkpoint(model=…)"
+            )
         self.checkpoint = checkpoint
         self.directory, self.max_to_keep, self._name, self._steps = run_once(checkpoint, begun)
 

@@ -63,7 +63,8 @@ def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, 
     # Shared tasks are reported only where the world has the right size.
     problems = problems or _sharing_problems(claims, cluster)
     if problems:
-        raise ValueError("\n  ".join(["the ranks' TF_CONFIG don't fit together:", *problems]))
+        what = "the ranks' TF_CONFIG, or their cluster_resolver, don't fit together:"
+        raise ValueError("\n  ".join([what, *problems]))
     if cluster:
         return _places([claim.config.task for claim in claims if claim.config.task], cluster)
     cluster = worker_cluster(claim.host for claim in claims)
@@ -92,7 +93,9 @@ def _size_problems(claims: Sequence[_Claim], cluster: ClusterSpec | None) -> lis
     claimed = ", ".join(f"{claim} has {claim.config.task or 'no task'}" for claim in claims)
     absent = shown([str(task) for task in expected if task not in seen])
     sizes = f"the world's size is {len(claims)}, but the cluster has {len(expected)} tasks"
-    start = "; start all tasks with one mpirun" if len(claims) == 1 else ""
+    start = ""
+    if len(claims) == 1:
+        start = "; start all tasks with one mpirun, or each with `python -m strategies.launch`"
     return [f"{sizes}; saw: {claimed}; tasks without a rank: {absent}{start}"]
 
 

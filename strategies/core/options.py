@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
-from collectives import ReduceOp as CollectiveReduceOp
 from collectives.compression import parse
 from strategies.core.values import whole_number
 
@@ -72,10 +71,11 @@ class ReduceOp(enum.Enum):
 
 
 def as_reduce_op(op: Any) -> ReduceOp:
-    """The op that `op` names; that of `collectives` will do. ValueError for anything else."""
+    """The op that `op` names; that of `collectives` or TensorFlow will do. ValueError otherwise."""
     if isinstance(op, ReduceOp):
         return op
-    op = op.value if isinstance(op, CollectiveReduceOp) else op
+    # TensorFlow's enum has these names, too.
+    op = op.name if isinstance(op, enum.Enum) else op
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:
         return ReduceOp[op.upper()]
     raise ValueError(f"reduce_op={op!r}: must be ReduceOp.SUM, ReduceOp.MEAN or one of their names")

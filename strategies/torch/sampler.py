@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sized
@@ -68,7 +69,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         """
         if position is None:
             position = self._start if epoch == self.epoch else 0
-        self.epoch, self._counts_epochs = epoch, True
+        self.epoch, self._counts_epochs = operator.index(epoch), True
         self._go_on_at(position)
 
     def __len__(self) -> int:

@@ -115,6 +115,9 @@ class Variable(Replicated, NDArrayOperatorsMixin):
     def assign(self, value: Any) -> Variable:
         """Replace the value, by one of the same shape (ValueError otherwise).
 
+        Outside of `run` every rank that mirrors the variable must give the same value, which is not
+        compared, as those of `assign_add` and `assign_sub`.
+
         TypeError where fractions or imaginary parts would be lost.
         """
         self.storage.change(assign, self._to_assign(self._checked(value, "assign")))

@@ -143,6 +143,14 @@ def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
     assert "\nFileNotFoundError: no such data\n" in ended.stderr
 
 
+def test_an_exception_after_mpi_has_ended_is_shown(launch):
+    program = START + "from mpi4py import MPI\nMPI.Finalize()\nraise KeyError(rank)"
+    ended = launch(2, [sys.executable, "-c", program], timeout=20)
+    assert ended.returncode != 0
+    for rank in range(2):
+        assert f"\nKeyError: {rank}\n" in ended.stderr, ended.stderr
+
+
 # A stand-in for torch suffices: the entry point registers nothing with it.
 ENTRY = """
 import os, socket, sys, types

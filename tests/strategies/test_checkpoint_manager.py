@@ -73,6 +73,7 @@ def test_a_step_back_is_refused(tmp_path):
     checkpoint = Checkpoint(v=Variable(0))
     CheckpointManager(checkpoint, tmp_path).save(10)
     manager = CheckpointManager(checkpoint, tmp_path)
+    refusal(TypeError, "checkpoint is a Var.*: must be a", CheckpointManager, Variable(0), tmp_path)
     refusal(ValueError, "step=9: must be at least 10, the latest step in ", manager.save, 9)
     refusal(TypeError, "integer", manager.save, 10.5)
     refusal(ValueError, "max_to_keep=-1", CheckpointManager, checkpoint, tmp_path, -1)

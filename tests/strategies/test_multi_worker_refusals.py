@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from strategies import ClusterSpec, MultiWorkerMirroredStrategy
+from strategies import ClusterSpec, CommunicationOptions, MultiWorkerMirroredStrategy
 from strategies.cluster_resolver import SimpleClusterResolver
 from tests.strategies.support import same_refusal, strategy_of, tf_config
 
@@ -160,6 +160,13 @@ def test_resolvers_are_compared_as_well(comm, monkeypatch, case):
     arguments = (MultiWorkerMirroredStrategy, resolver)
     said = same_refusal(comm, ValueError, match, *arguments, communicator=comm)
     assert "rank 0 on" in said or case == "an absent task"
+    assert_usable(comm, monkeypatch)
+
+
+def test_what_is_no_resolver(comm, monkeypatch):
+    said = "cluster_resolver is a CommunicationOptions: must be a ClusterResolver"
+    arguments = MultiWorkerMirroredStrategy, CommunicationOptions()
+    same_refusal(comm, TypeError, said, *arguments, communicator=comm)
     assert_usable(comm, monkeypatch)
 
 

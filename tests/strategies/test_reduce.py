@@ -1,5 +1,6 @@
 """`Strategy.reduce` between MPI ranks: §2.1 of tf_semantics.md."""
 
+import enum
 import sys
 from collections import namedtuple
 
@@ -345,13 +346,20 @@ def test_a_variable_that_is_aggregated_when_read_counts_once(strategy, aggregati
     np.testing.assert_array_equal(strategy.gather(variable, 0), np.arange(1.0, size + 1))
 
 
-def test_the_op_of_collectives_will_do(strategy):
+class TensorFlows(enum.Enum):
+    """As `tf.distribute.ReduceOp`."""
+
+    SUM = "SUM"
+
+
+def test_the_op_of_collectives_or_tensorflow_will_do(strategy):
     comm = strategy.communicator
     value = comm.rank + 1.0
     total = comm.size * (comm.size + 1) / 2
     assert strategy.reduce(CollectiveReduceOp.SUM, value, axis=None) == total
     assert strategy.reduce(CollectiveReduceOp.MEAN, value, axis=None) == total / comm.size
-    refusal(ValueError, "reduce_op='max'", strategy.reduce, CollectiveReduceOp.MAX, 1.0, axis=None)
+    assert strategy.reduce(TensorFlows.SUM, value, axis=None) == total
+    refusal(ValueError, "reduce_op='MAX'", strategy.reduce, CollectiveReduceOp.MAX, 1.0, axis=None)
 
 
 def test_a_function_that_returns_nothing(strategy):

@@ -227,6 +227,13 @@ def test_arguments_are_checked(jax, calls, comm):
         calls.broadcast(odd, root=9)
 
 
+@pytest.mark.ranks(2)
+def test_calls_of_a_communicator_in_compiled_functions_are_refused(jax, comm):
+    for call in (comm.all_reduce, comm.broadcast, lambda x: comm.all_reduce_many([x])):
+        with pytest.raises(TypeError, match=r"is traced by JAX, .*`collectives\.jax\.all_reduce`"):
+            jax.jit(call)(np.ones(2))
+
+
 def test_shard_map_on_one_device(jax, calls, comm):
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
     spec = jax.sharding.PartitionSpec("x")
