@@ -6,7 +6,7 @@ import pytest
 import collectives
 from tests.slow import slow_but
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 # Each: the call, and the result of rank r, given the rows of all ranks.
 CASES = {
@@ -227,7 +227,6 @@ def test_arguments_are_checked(jax, calls, comm):
         calls.broadcast(odd, root=9)
 
 
-@pytest.mark.ranks(2)
 def test_calls_of_a_communicator_in_compiled_functions_are_refused(jax, comm):
     for call in (comm.all_reduce, comm.broadcast, lambda x: comm.all_reduce_many([x])):
         with pytest.raises(TypeError, match=r"is traced by JAX, .*`collectives\.jax\.all_reduce`"):
