@@ -34,7 +34,7 @@ _BYTES = np.dtype(np.uint8)
 def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) -> Call:
     """The function (array, (axis, out)) → this rank's block, in `out` unless it is None."""
     known: LRU[bytes, _Block] = LRU()
-    pickles: LRU[tuple[Any, ...], tuple[bytes, slice]] = LRU()
+    kinds: LRU[tuple[Any, ...], _Kind] = LRU()
     root = signature.root or 0
     on_root = engine.rank == root
 
@@ -42,21 +42,20 @@ def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) ->
         """What the root sends, and its elements; the error if there are none."""
         plain = type(array) is np.ndarray and type(axis) is int and axis == 0 and not algorithm
         if plain and array.flags.carray:
-            known_kind = pickles.get((array.dtype, array.shape))
-            if known_kind is not None:
+            kind = kinds.get((array.dtype, array.shape))
+            if kind is not None:
                 flat = array.reshape(-1)
-                return _of_others(flat, *known_kind), flat
+                return kind.sent(flat), flat
         try:
             found, rows = look_at(engine, array, axis)
         except Exception as error:
             return Sent(outcome_of(partial(_raise, error))), None
-        pickled, lengths = outcome_of(lambda: found), found.lengths(engine.size)
-        own = slice(sum(lengths[:root]), sum(lengths[: root + 1]))
+        kind = _Kind(found, engine.size, root)
         if plain:
-            pickles.put((array.dtype, array.shape), (pickled, own))
+            kinds.put((array.dtype, array.shape), kind)
         if algorithm is not None or is_device(rows.flat):
-            return Sent(pickled, ANY_ROOM), rows.flat
-        return _of_others(rows.flat, pickled, own), rows.flat
+            return Sent(kind.pickled, ANY_ROOM), rows.flat
+        return kind.sent(rows.flat), rows.flat
 
     def read(engine: Engine, pickled: Array) -> _Block:
         content = pickled.tobytes()
@@ -82,14 +81,21 @@ def bind_scatter(engine: Engine, signature: Signature, algorithm: str | None) ->
     return scatter
 
 
-def _of_others(flat: Array, pickled: bytes, own: slice) -> Sent:
-    """What the root sends of its elements: all but those of its own block."""
-    pieces = [piece for piece in (flat[: own.start], flat[own.stop :]) if len(piece)]
-    return Sent(pickled, sum(piece.nbytes for piece in pieces), flat, pieces)
-
-
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+class _Kind:
+    """What the root sends of arrays of one kind: all elements but those of its own block."""
+
+    def __init__(self, found: Scattered, size: int, root: int) -> None:
+        self.pickled, lengths = outcome_of(lambda: found), found.lengths(size)
+        start, stop = sum(lengths[:root]), sum(lengths[: root + 1])
+        self._nbytes = (sum(lengths) - (stop - start)) * found.dtype.itemsize
+        self._pieces = [slice(start)] * (start > 0) + [slice(stop, None)] * (stop < sum(lengths))
+
+    def sent(self, flat: Array) -> Sent:
+        return Sent(self.pickled, self._nbytes, flat, [flat[piece] for piece in self._pieces])
 
 
 class _Block:
@@ -100,9 +106,11 @@ class _Block:
         self._engine, self._found, self._root = engine, found, root
         self._algorithm = algorithm
         self._shape = split_rows(found.rows, size)[rank], *found.rest
-        self._lengths = [length * itemsize for length in found.lengths(size)]
-        self._start, self._nbytes = sum(self._lengths[:rank]), sum(self._lengths)
-        self._start_of_others = self._start - (self._lengths[root] if rank > root else 0)
+        elements = found.lengths(size)
+        self._lengths = [length * itemsize for length in elements]
+        start, self._nbytes = sum(elements[:rank]), sum(self._lengths)
+        self._own = slice(start, start + elements[rank])
+        self._start_of_others = (start - (elements[root] if rank > root else 0)) * itemsize
         self._selector: PathSelector | None = None
         addressed = algorithm is None and not found.on_gpu
         if node_of_all(engine) is not None and size > 1 and addressed:
@@ -113,10 +121,11 @@ class _Block:
 
     def deliver(self, data: Array, flat: Array | None, array: Any, out: Any) -> Any:
         """As `Scattered.deliver`, from the bytes of all but the root's block, and its elements."""
-        start, dtype = self._start_of_others, self._found.dtype
-        if flat is not None:
-            data, start = flat.view(_BYTES), self._start
-        block: Array = np.ndarray(self._shape, dtype, data, start)
+        block: Array
+        if flat is None:
+            block = np.ndarray(self._shape, self._found.dtype, data, self._start_of_others)
+        else:
+            block = flat[self._own].reshape(self._shape)
         result = self._result(array, out)
         if result is None:
             return self._found.deliver(self._engine, block, array, out)

@@ -54,7 +54,7 @@ def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtyp
         return node is not None and 0 < nbytes <= room_of_broadcast(node)
     if collective in ("all_gather", "gather"):
         return node is not None and 0 < nbytes <= engine.size * room_on_node(node)
-    if collective == "all_to_all":
+    if collective in ("all_to_all", "scatter"):
         return node is not None and 0 < nbytes <= room_of_parts(engine.size)
     return node is not None and 0 < nbytes <= SMALL_BYTES
 
@@ -70,7 +70,8 @@ def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.
     if collective in ("scan", "exscan"):
         folds = reduction_for(ReduceOp.SUM, dtype).plain_fold is not None
         return folds and 0 < nbytes <= room_of_row(engine, engine.size)
-    return 0 < nbytes <= room_of_row(engine, 1)
+    sent = nbytes - nbytes // engine.size * (collective == "scatter")
+    return 0 < sent <= room_of_row(engine, 1)
 
 
 def _measured(selector: PathSelector, nbytes: int, kind: str) -> str:

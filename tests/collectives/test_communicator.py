@@ -177,6 +177,17 @@ def test_scatter_from_every_root(comm, path):
             block = comm.scatter(given, root=root, axis=axis, algorithm=path)
             np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
             assert not np.shares_memory(block, whole)
+    # About what the other ranks get with the check of the call, and in place.
+    rows = (64 << 10) // 8 // max(1, comm.size - 1)
+    for length, root in itertools.product(range(rows - 40, rows + 3, 6), range(comm.size)):
+        whole = np.arange(length * comm.size, dtype=np.int64) * (root + 1)
+        blocks = np.array_split(whole, comm.size)
+        given = whole.copy() if comm.rank == root else None
+        first = min(3, len(whole) - length)
+        out = np.empty(length, np.int64) if given is None else given[first : first + length]
+        comm.scatter(given, root=root, out=out, algorithm=path)
+        with case("rows", length, "from rank", root):
+            np.testing.assert_array_equal(out, blocks[comm.rank])
 
 
 @pytest.mark.parametrize("path", paths("reduce_scatter"))

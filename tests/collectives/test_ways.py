@@ -33,6 +33,7 @@ KINDS = {
     "all_gather": lambda comm, array: comm.all_gather(array[: len(array) // comm.size]),
     "gather": lambda comm, array: comm.gather(array[: len(array) // comm.size]),
     "all_to_all": lambda comm, array: comm.all_to_all(array),
+    "scatter": lambda comm, array: comm.scatter(array, root=1),
 }
 
 WAYS = ["staged", "single_copy", "shared", "native"]
@@ -544,8 +545,8 @@ def test_another_process_of_that_number_is_no_rank(monkeypatch):
 @pytest.mark.parametrize("collective", KINDS)
 def test_what_is_explained_runs(comm, collective):
     with comm.split(0) as own:
-        # No rank stores its own part of all_to_all.
-        most = (96 << 10,) * (collective == "all_to_all")
+        # No rank stores its own part of these.
+        most = (90 << 10,) * (collective in ("all_to_all", "scatter"))
         for nbytes in (48, 6 << 10, 24 << 10, *most):
             array = np.full(nbytes // 8, own.rank + 1.0)
             for _ in range(3):
