@@ -144,7 +144,7 @@ class Strategy(Replication):
         parts of ⌈n/W⌉, the last of which may be shorter or empty. Collective, as is
         iteration: the end is agreed on at every step, and a rank whose data ends early gets empty
         batches until all have ended. Raises, on every rank alike, TypeError where the dataset can
-        be iterated only once, ValueError where the policy doesn't fit it.
+        be iterated only once or is distributed already, ValueError where the policy doesn't fit it.
         """
         return distribute(self.communicator, dataset, options)
 

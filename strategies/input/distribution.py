@@ -71,6 +71,8 @@ def _without_sharding(options: Any) -> InputOptions:
 
 def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[], Batches]:
     """A function that begins an iteration over the rank's shard."""
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError("dataset is a DistributedDataset: must be one that is not distributed yet")
     if sharding.policy is AutoShardPolicy.DATA:
         if hasattr(dataset, "with_seed"):  # else each rank splits batches of a different order
             dataset = dataset.with_seed(sharding.seed, 0)

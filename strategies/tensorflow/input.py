@@ -242,12 +242,15 @@ def _reads_files(dataset: Any) -> bool:
     return any(node.op.startswith(_READERS) for node in nodes)
 
 
-def _at_least(files: Any, enough: int) -> float:
-    """How many there are; where it is not known, up to `enough` are counted."""
+def _at_least(files: Any, enough: int) -> int:
+    """How many different ones there are; where it is not known, up to `enough` are counted."""
     count = int(files.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         return sum(1 for _ in files.take(enough))
-    return math.inf if count == tf.data.INFINITE_CARDINALITY else count
+    if count == tf.data.INFINITE_CARDINALITY:
+        counts = [int(each.cardinality()) for each in _chain(files)]
+        return min((each for each in counts if each >= 0), default=enough)
+    return count
 
 
 def _names_of_files(reader: Any) -> list[Any]:

@@ -116,6 +116,11 @@ def test_what_can_be_iterated_only_once_is_refused(once):
     refusal(TypeError, match, strategy.distribute_datasets_from_function, lambda context: once)
 
 
+def test_a_dataset_is_not_divided_twice():
+    distribute = lone_strategy().experimental_distribute_dataset
+    refusal(TypeError, "must be one that is not distributed yet", distribute, distribute([]))
+
+
 def test_a_dataset_must_be_iterable():
     refusal(TypeError, "int", lone_strategy().experimental_distribute_dataset, 5)
 

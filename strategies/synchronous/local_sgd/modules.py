@@ -37,12 +37,12 @@ class AveragedModules:
                 earlier += self._known.pop(other).release()
         kept = {id(parameter): value for parameter, value in earlier}
         module = self._known[model] = _Module(model, optimizers, self, kept)
-        values, known_values = set(map(id, module.values)), {id(value) for _, value in earlier}
+        before, now = {id(value) for _, value in earlier}, set(map(id, module.values))
         for _, value in earlier:
-            if id(value) not in values:
+            if id(value) not in now:
                 self._averaging.forget(value)
         for value in module.values:
-            if id(value) not in known_values:
+            if id(value) not in before:
                 self._averaging.add(value)
         self._averaging.number(module.values)
 

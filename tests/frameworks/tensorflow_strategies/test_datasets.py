@@ -116,6 +116,8 @@ def test_lists_of_files_that_are_cut(tf, strategy, comm, folder):
         (read(files.take(1)), [0], False),
         (files.interleave(read), [0, 1, 2, 3], True),
         (every.flat_map(read), [0, 1, 2, 3], True),
+        (files.repeat().flat_map(read).take(8 // comm.size), [0, 1, 2, 3], True),
+        (files.take(1).repeat().flat_map(read).take(2), [0], False),
     ):
         batches = lines.map(tf.strings.to_number).batch(2)
         distributed = strategy.experimental_distribute_dataset(batches)
