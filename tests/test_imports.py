@@ -247,6 +247,7 @@ LAZY = {
         "strategies/tensorflow/extended.py",
         "strategies/tensorflow/failures.py",
         "strategies/tensorflow/graphs.py",
+        "strategies/tensorflow/files.py",
         "strategies/tensorflow/input.py",
         "strategies/tensorflow/local_sgd.py",
         "strategies/tensorflow/loss_scaling.py",

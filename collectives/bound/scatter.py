@@ -85,17 +85,24 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
+def sent(engine: Engine, nbytes: int, dtype: np.dtype[Any]) -> int:
+    """How many bytes rank 0 sends of an array of one axis: its kind, and the others' elements."""
+    found = Scattered(nbytes // dtype.itemsize, (), 0, dtype, False)
+    kind = _Kind(found, engine.size, 0)
+    return len(kind.pickled) + kind.nbytes
+
+
 class _Kind:
     """What the root sends of arrays of one kind: all elements but those of its own block."""
 
     def __init__(self, found: Scattered, size: int, root: int) -> None:
         self.pickled, lengths = outcome_of(lambda: found), found.lengths(size)
         start, stop = sum(lengths[:root]), sum(lengths[: root + 1])
-        self._nbytes = (sum(lengths) - (stop - start)) * found.dtype.itemsize
+        self.nbytes = (sum(lengths) - (stop - start)) * found.dtype.itemsize
         self._pieces = [slice(start)] * (start > 0) + [slice(stop, None)] * (stop < sum(lengths))
 
     def sent(self, flat: Array) -> Sent:
-        return Sent(self.pickled, self._nbytes, flat, [flat[piece] for piece in self._pieces])
+        return Sent(self.pickled, self.nbytes, flat, [flat[piece] for piece in self._pieces])
 
 
 class _Block:

@@ -11,6 +11,7 @@ from collectives.bound.between_nodes import exchanged_reduction, staged_reductio
 from collectives.bound.broadcast import room_of_broadcast
 from collectives.bound.exchanged_rows import room_of_row
 from collectives.bound.rows import room_on_node
+from collectives.bound.scatter import sent
 from collectives.bound.small import node_of_all, small_reduction
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
@@ -54,8 +55,10 @@ def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtyp
         return node is not None and 0 < nbytes <= room_of_broadcast(node)
     if collective in ("all_gather", "gather"):
         return node is not None and 0 < nbytes <= engine.size * room_on_node(node)
-    if collective in ("all_to_all", "scatter"):
+    if collective == "all_to_all":
         return node is not None and 0 < nbytes <= room_of_parts(engine.size)
+    if collective == "scatter":
+        return node is not None and nbytes > 0 and sent(engine, nbytes, dtype) <= SMALL_BYTES
     return node is not None and 0 < nbytes <= SMALL_BYTES
 
 
@@ -70,8 +73,8 @@ def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.
     if collective in ("scan", "exscan"):
         folds = reduction_for(ReduceOp.SUM, dtype).plain_fold is not None
         return folds and 0 < nbytes <= room_of_row(engine, engine.size)
-    sent = nbytes - nbytes // engine.size * (collective == "scatter")
-    return 0 < sent <= room_of_row(engine, 1)
+    given = sent(engine, nbytes, dtype) if collective == "scatter" else nbytes
+    return 0 < given <= room_of_row(engine, 1)
 
 
 def _measured(selector: PathSelector, nbytes: int, kind: str) -> str:

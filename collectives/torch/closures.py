@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -11,31 +10,20 @@ import numpy as np
 import torch
 
 from collectives.communicator import Communicator
-from collectives.torch.reduction_round import GradientError
 
 LOSS = "the loss of a closure"
 """What ranks compare, so that it is never taken for another call of the program."""
 
 
-def then_reduced(
-    closure: Callable[[], Any], wait: Callable[[Any], None], optimizer: Any, *, refuses: bool
-) -> Callable[[], Any]:
-    """The closure, after which `wait` reduces what none of its backwards has reduced.
+def then_reduced(closure: Callable[[], Any], wait: Callable[[], None]) -> Callable[[], Any]:
+    """The closure, after which `wait` reduces what its backwards have left to be reduced.
 
-    A call without any backward counts as such a step once: a line search may compute losses alone.
-    Where that is refused on every rank, so is a closure that raises before its backward.
+    A call without any backward is none of a step's: a line search may compute losses alone.
     """
-    steps = [optimizer]
 
     def call() -> Any:
-        try:
-            loss = closure()
-        except Exception:
-            if refuses and steps:
-                with suppress(GradientError):
-                    wait(steps.pop())
-            raise
-        wait(steps.pop() if steps else None)
+        loss = closure()
+        wait()
         return loss
 
     return call

@@ -54,7 +54,7 @@ def join_cluster(
     """
     world = world_of(communicator)
     with PropagatedErrors(world, "cluster_resolver"):
-        if not isinstance(resolver, ClusterResolver | None):
+        if not (resolver is None or hasattr(resolver, "tf_config")):
             raise TypeError(
                 f"cluster_resolver is a {type(resolver).__name__}: must be a ClusterResolver of"
                 " strategies, or None"

@@ -74,8 +74,9 @@ def as_reduce_op(op: Any) -> ReduceOp:
     """The op that `op` names; that of `collectives` or TensorFlow will do. ValueError otherwise."""
     if isinstance(op, ReduceOp):
         return op
-    # TensorFlow's enum has these names, too.
-    op = op.name if isinstance(op, enum.Enum) else op
+    if isinstance(op, enum.Enum):
+        # TensorFlow's has these names, that of `collectives` these values.
+        op = op.name if op.name in ReduceOp.__members__ else op.value
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:
         return ReduceOp[op.upper()]
     raise ValueError(f"reduce_op={op!r}: must be ReduceOp.SUM, ReduceOp.MEAN or one of their names")

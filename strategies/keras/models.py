@@ -138,7 +138,9 @@ def reduce_gradients_of(model: Any, training: Training) -> None:
 
 def permit_training(model: Any, training: Training) -> None:
     """Have the guards of the scope pass what the model consists of."""
-    layers = model._flatten_layers()
-    permit([*layers, *model.variables, *optimizers_of(model)], training.owner)
+    layers, optimizers = model._flatten_layers(), optimizers_of(model)
+    # Nadam has one that counts as trainable.
+    variables = [*model.variables, *(each for one in optimizers for each in one.variables)]
+    permit([*layers, *variables, *optimizers], training.owner)
     if keras.config.backend() == "torch":
-        permit([each.value for each in model.variables], training.owner)
+        permit([each.value for each in variables], training.owner)

@@ -34,8 +34,7 @@ Rule = TypeVar("Rule", bound=UpdateRule)
 class Optimizer(ABC):
     """Base of the optimizers.
 
-    learning_rate: a number, or a function of the step's number, from 0, called at least once a
-    step.
+    learning_rate: a number, or a function of the step's number, from 0, called in each step.
     clipnorm, global_clipnorm: the largest norm of each gradient, or of all together; longer ones
     are scaled down. That is done to the sums over the replicas, the same bits on all of them, so
     that several replicas take the step that Keras takes in one process with the whole batch. (Under
@@ -224,9 +223,10 @@ class Optimizer(ABC):
                 self._restored.pop(kept, None)
         return slots
 
-    def forget(self, value: Storage) -> None:
-        """Keep no slots of the value any longer."""
-        self._slots.pop(id(value), None)
+    def replace(self, value: Storage, new: Storage | None) -> None:
+        """Keep no slots of the value; the new one, if there is one, gets its number."""
+        kept = [(new, {}) if each[0] is value else each for each in self._slots.values()]
+        self._slots = {id(each): (each, slots) for each, slots in kept if each is not None}
 
     def number_of(self, value: Storage) -> int | None:
         """The value's number in the names of its slots; None where it has none yet."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -13,20 +12,12 @@ from tensorflow.python.distribute import input_util
 
 from collectives import Communicator
 from strategies.core.same_error import call_on_all
+from strategies.tensorflow.files import chain, files_of
 
 log = logging.getLogger("strategies")
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
-# The readers whose files TensorFlow splits (grappler/optimizers/data/auto_shard.cc).
-_READERS = (
-    "ArrayRecordDataset",
-    "FixedLengthRecordDataset",
-    "RecordIODataset",
-    "SSTableDataset",
-    "TextLineDataset",
-    "TFRecordDataset",
-)
 
 # An iterator of one device, in host memory. TensorFlow's default is MultiDeviceIterator, which
 # frees its dataset before its thread has ended, so that a process may end by SIGSEGV where an
@@ -41,9 +32,9 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """This rank's part of each global batch, or of the files, by the dataset's policy. Collective.
 
     A policy that one rank cannot follow raises an error on every rank. AUTO follows DATA where
-    there are fewer files than ranks, and where the dataset combines several sources. DATA reads
-    them in a deterministic order. Where the ranks can count the batches that it splits, they do not
-    agree on the end at each step.
+    there are fewer files than ranks or their number isn't known, and where the dataset combines
+    several sources. DATA reads them in a deterministic order. Where the ranks can count the batches
+    that it splits, they do not agree on the end at each step.
 
     ValueError for FILE with fewer files than ranks or with other data, and for elements without
     rows; TypeError for what is no dataset.
@@ -74,22 +65,7 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
 
     if alone or not tf.executing_eagerly():
         return make(dataset)
-    policy = _policy(dataset)
-    if policy in (_POLICIES.AUTO, _POLICIES.FILE):
-        fewest, several = _files(communicator, dataset)
-        if policy is _POLICIES.AUTO:
-            # FILE would fail during the iteration, on one rank, of fewer files. Files that are
-            # zipped with other sources would be split apart from those.
-            by_files = communicator.size <= fewest < math.inf and not several
-            policy = _POLICIES.FILE if by_files else _POLICIES.DATA
-        elif fewest == math.inf:
-            raise _without_files()
-        elif fewest < communicator.size:
-            raise ValueError(
-                f"the dataset has {fewest:.0f} files: must have at least {communicator.size}"
-                " with AutoShardPolicy.FILE, one for each rank; AutoShardPolicy.DATA splits"
-                " batches instead"
-            )
+    policy = _agreed_policy(communicator, dataset)
     if policy is _POLICIES.DATA:
         dataset = _in_one_order(dataset)
     made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
@@ -99,6 +75,29 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     if counts[0] >= 0 and len(set(counts)) == 1:
         made._enable_get_next_as_optional = False
     return made
+
+
+def _agreed_policy(communicator: Communicator, dataset: Any) -> Any:
+    """What the ranks' datasets follow. ValueError on every rank for FILE without enough files."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy not in (_POLICIES.AUTO, _POLICIES.FILE):
+        return policy
+    files = files_of(communicator, dataset)
+    few = files.fewest < communicator.size
+    if policy is _POLICIES.AUTO:
+        # FILE would fail during the iteration, on one rank, of fewer files. Files that are zipped
+        # with other sources would be split apart from those.
+        by_files = files.any and files.known and not few and not files.several
+        return _POLICIES.FILE if by_files else _POLICIES.DATA
+    if not files.any:
+        raise _without_files()
+    if few:
+        raise ValueError(
+            f"the dataset has {files.fewest:.0f} files: must have at least {communicator.size}"
+            " with AutoShardPolicy.FILE, one for each rank; AutoShardPolicy.DATA splits batches"
+            " instead"
+        )
+    return policy
 
 
 def distribute_whole_batches(extended: Any, dataset: Any, options: Any) -> Any:
@@ -182,15 +181,6 @@ def _on_host(options: Any) -> Any:
     )
 
 
-def _chain(dataset: Any) -> Iterator[Any]:
-    """The dataset and those that it reads from."""
-    left = [dataset]
-    while left:
-        each = left.pop()
-        left.extend(each._inputs() or _names_of_files(each))
-        yield each
-
-
 def _without_files() -> ValueError:
     return ValueError(
         "the dataset has sources that aren't files which TensorFlow splits, as TFRecordDataset,"
@@ -199,73 +189,9 @@ def _without_files() -> ValueError:
     )
 
 
-def _files(communicator: Communicator, dataset: Any) -> tuple[float, bool]:
-    """The least number of files, or of other elements, that TensorFlow would split on any rank.
-
-    Infinity where it would split none. And whether any rank's dataset has several sources.
-    """
-    size = communicator.size
-
-    def count() -> tuple[float, bool]:
-        sources = [
-            each for each in _chain(dataset) if not (each._inputs() or _names_of_files(each))
-        ]
-        counts = [_at_least(files, size) for files in _split(dataset)]
-        return min(counts, default=math.inf), len(sources) > 1
-
-    own = call_on_all(communicator, "counting the files", count)
-    found = communicator.all_gather_object(own)
-    return min(each for each, _ in found), any(several for _, several in found)
-
-
-def _split(dataset: Any) -> list[Any]:
-    """The datasets whose elements TensorFlow would split: what is given to those that read files.
-
-    Of each chain the last one that does.
-    """
-    names = _names_of_files(dataset)
-    if names:
-        return names
-    inputs: list[Any] = dataset._inputs()
-    if _reads_files(dataset):
-        return inputs
-    return [files for each in inputs for files in _split(each)]
-
-
-def _reads_files(dataset: Any) -> bool:
-    """Whether its function reads files, as that of `interleave` and `flat_map` may."""
-    function = getattr(dataset, "_map_func", None)
-    if function is None:
-        return False
-    graph = function.function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-    return any(node.op.startswith(_READERS) for node in nodes)
-
-
-def _at_least(files: Any, enough: int) -> int:
-    """How many different ones there are; where it is not known, up to `enough` are counted."""
-    count = int(files.cardinality())
-    if count == tf.data.UNKNOWN_CARDINALITY:
-        return sum(1 for _ in files.take(enough))
-    if count == tf.data.INFINITE_CARDINALITY:
-        counts = [int(each.cardinality()) for each in _chain(files)]
-        return min((each for each in counts if each >= 0), default=enough)
-    return count
-
-
-def _names_of_files(reader: Any) -> list[Any]:
-    """The dataset of names that a reader of files keeps."""
-    names = getattr(reader, "_filenames", None)
-    return [names] if isinstance(names, tf.data.Dataset) else []
-
-
-def _policy(dataset: Any) -> Any:
-    return dataset.options().experimental_distribute.auto_shard_policy
-
-
 def _in_one_order(dataset: Any) -> Any:
     """The dataset with the policy DATA: in another order each rank would keep parts of others."""
-    if any(getattr(each, "_deterministic", None) == "false" for each in _chain(dataset)):
+    if any(getattr(each, "_deterministic", None) == "false" for each in chain(dataset)):
         log.warning(
             "the dataset has a step with deterministic=False, so that ranks may read its rows in"
             " different orders: some are lost and others repeated; leave the argument out"

@@ -121,9 +121,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         reducer.wait(None if closure else stepping)
         if closure is None:
             return None
-        refuses = options.get("unused") != "zeros"
-        reduced = then_reduced(closure, reducer.wait, stepping, refuses=refuses)
-        folded = over_ranks(reduced, reducer.fold_number)
+        folded = over_ranks(then_reduced(closure, reducer.wait), reducer.fold_number)
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sized
@@ -15,7 +14,7 @@ import torch
 
 from collectives import Communicator
 from strategies.core.same_error import refuse_differences
-from strategies.core.values import Array
+from strategies.core.values import Array, whole_number
 
 log = logging.getLogger("strategies")
 
@@ -69,7 +68,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         """
         if position is None:
             position = self._start if epoch == self.epoch else 0
-        self.epoch, self._counts_epochs = operator.index(epoch), True
+        self.epoch, self._counts_epochs = whole_number("epoch", epoch, 0), True
         self._go_on_at(position)
 
     def __len__(self) -> int:

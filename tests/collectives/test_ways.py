@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Communicator
+from collectives.bound.all_to_all import room_of_parts
 from collectives.errors import RankFailedError
 from collectives.shm import layout, migratory, online_tuning, peer_memory
 from collectives.shm.addresses import address_of
@@ -547,6 +548,9 @@ def test_what_is_explained_runs(comm, collective):
     with comm.split(0) as own:
         # No rank stores its own part of these.
         most = (90 << 10,) * (collective in ("all_to_all", "scatter"))
+        if collective == "scatter":
+            # The root's kind travels, too.
+            assert "in one step" not in own.explain(collective, room_of_parts(own.size), np.int64)
         for nbytes in (48, 6 << 10, 24 << 10, *most):
             array = np.full(nbytes // 8, own.rank + 1.0)
             for _ in range(3):

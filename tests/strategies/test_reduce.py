@@ -359,7 +359,7 @@ def test_the_op_of_collectives_or_tensorflow_will_do(strategy):
     assert strategy.reduce(CollectiveReduceOp.SUM, value, axis=None) == total
     assert strategy.reduce(CollectiveReduceOp.MEAN, value, axis=None) == total / comm.size
     assert strategy.reduce(TensorFlows.SUM, value, axis=None) == total
-    refusal(ValueError, "reduce_op='MAX'", strategy.reduce, CollectiveReduceOp.MAX, 1.0, axis=None)
+    refusal(ValueError, "reduce_op='max'", strategy.reduce, CollectiveReduceOp.MAX, 1.0, axis=None)
 
 
 def test_a_function_that_returns_nothing(strategy):

@@ -84,16 +84,10 @@ class Averaging:
         """Average this one as well, as long as every replica has it. All ranks add it."""
         self._known.append(weakref.ref(value))
 
-    def number(self, values: Iterable[ReplicaStorage]) -> None:
-        """Number the outer optimizer's slots of these in this order, not by their first steps."""
-        for value in values:
-            if self._outer is not None:
-                self._outer.slots_of(value, ())
-
-    def forget(self, value: ReplicaStorage) -> None:
-        """Its outer momentum is of use no longer."""
+    def replace(self, value: ReplicaStorage, new: ReplicaStorage | None) -> None:
+        """The value's outer momentum is of use no longer; the new one has its place, if any has."""
         if self._outer is not None:
-            self._outer.forget(value)
+            self._outer.replace(value, new)
 
     def begin_step(self, values: Iterable[ReplicaStorage]) -> None:
         """Before a step that changes these; an outer step needs what was agreed on."""

@@ -14,6 +14,8 @@ from strategies.torch.steps import step_hooks
 
 log = logging.getLogger("strategies")
 
+_Member = tuple[str, Any, ReplicaStorage]
+
 
 class AveragedModules:
     """The modules of one strategy."""
@@ -28,23 +30,29 @@ class AveragedModules:
         """Average the parameters that require gradients, now or in a later step.
 
         A call replaces earlier ones of the model, and of those that share a parameter with it. The
-        parameters that stay in their memory keep their outer momentum.
+        parameters that stay in their memory keep their outer momentum. Others of the model that
+        have come in their place get their numbers in a checkpoint of it.
         """
         parameters = {id(each) for each in model.parameters() if each.requires_grad}
-        earlier: list[tuple[Any, ReplicaStorage]] = []
+        earlier: list[_Member] = []
         for other, known in list(self._known.items()):
             if other is model or known.has_any(parameters):
-                earlier += self._known.pop(other).release()
-        kept = {id(parameter): value for parameter, value in earlier}
+                self._known.pop(other).release()
+                earlier += known.members("" if other is model else f"{id(other)}/")
+        kept = {id(parameter): value for _, parameter, value in earlier}
         module = self._known[model] = _Module(model, optimizers, self, kept)
-        before, now = {id(value) for _, value in earlier}, set(map(id, module.values))
-        for _, value in earlier:
-            if id(value) not in now:
-                self._averaging.forget(value)
-        for value in module.values:
-            if id(value) not in before:
-                self._averaging.add(value)
-        self._averaging.number(module.values)
+        before, now = {id(value) for _, _, value in earlier}, set(map(id, module.values))
+        added = [each for each in module.members() if id(each[2]) not in before]
+        self._replace([each for each in earlier if id(each[2]) not in now], added)
+        for _, _, value in added:
+            self._averaging.add(value)
+
+    def _replace(self, earlier: list[_Member], added: list[_Member]) -> None:
+        """Earlier values pass their numbers on, to those of the same parameters or names."""
+        by_name = {name: value for name, _, value in added}
+        moved = {id(parameter): value for _, parameter, value in added}
+        for name, parameter, value in earlier:
+            self._averaging.replace(value, moved.get(id(parameter), by_name.get(name)))
 
     def __len__(self) -> int:
         """How many there are."""
@@ -144,13 +152,15 @@ class _Module:
                 self.values[number].settle()
                 self._versions[number] = each._version
 
-    def release(self) -> list[tuple[Any, ReplicaStorage]]:
-        """Remove the hooks; the parameters and their values."""
+    def members(self, prefix: str = "") -> list[_Member]:
+        """Each parameter's name behind the prefix, the parameter, and its value."""
+        every = zip(self._parameters, self.values, strict=True)
+        return [(prefix + name, each, value) for (name, each), value in every]
+
+    def release(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        return [
-            (each, value) for (_, each), value in zip(self._parameters, self.values, strict=True)
-        ]
 
 
 def _value_of(array: Array, kept: ReplicaStorage | None) -> ReplicaStorage:

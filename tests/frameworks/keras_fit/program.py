@@ -336,6 +336,17 @@ def moving_statistics_are_averaged():
 
 
 @check
+def an_optimizer_that_is_built_in_the_scope():
+    """One of Nadam's variables counts as trainable, as a variable of no model would."""
+    with STRATEGY.scope():
+        model = keras.Sequential([keras.Input((X.shape[1],)), keras.layers.Dense(Y.shape[1])])
+        model.compile(keras.optimizers.Nadam(), "mse")
+        model.optimizer.build(model.trainable_variables)
+    model.fit(X, Y, verbose=0)
+    assert_same_everywhere(weights_of(model).tobytes())
+
+
+@check
 def callbacks_on_the_chief_and_everywhere():
     path = directory()
     _, together = compiled()

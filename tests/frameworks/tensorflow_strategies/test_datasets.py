@@ -115,7 +115,7 @@ def test_lists_of_files_that_are_cut(tf, strategy, comm, folder):
         (files.batch(4).flat_map(read), [0, 1, 2, 3], False),
         (read(files.take(1)), [0], False),
         (files.interleave(read), [0, 1, 2, 3], True),
-        (every.flat_map(read), [0, 1, 2, 3], True),
+        (every.flat_map(read), [0, 1, 2, 3], False),
         (files.repeat().flat_map(read).take(8 // comm.size), [0, 1, 2, 3], True),
         (files.take(1).repeat().flat_map(read).take(2), [0], False),
     ):

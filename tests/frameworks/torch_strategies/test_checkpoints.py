@@ -268,7 +268,7 @@ def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
 
 @pytest.mark.ranks(2)
 def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, folder, caplog):
-    """Also in a file that another program restores, whose layers were never frozen."""
+    """Also in a file that another program restores, and where a layer has been replaced."""
 
     def begun():
         torch.manual_seed(0)
@@ -289,10 +289,7 @@ def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, fold
     found = []
     for times in (0, 2):
         model, optimizer, strategy, outer, checkpoint = begun()
-        model[0].requires_grad_(False)
-        strategy.distribute(model, optimizer)
         step(model, optimizer)
-        model[0].requires_grad_(True)
         for _ in range(times):
             strategy.distribute(model, optimizer)
         step(model, optimizer)
@@ -306,9 +303,22 @@ def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, fold
     checkpoint.restore(path)
     checkpoint.save(folder / "other")
     assert not caplog.records
-    # Parameters that have moved have other values, which begin without momentum.
-    strategy.distribute(again.double(), optimizer)
-    assert len(outer.values) == 2
+    # Parameters that have moved, or come in the place of others, begin without momentum, under
+    # the same numbers.
+    before = outer.values
+    again[0].weight.data = again[0].weight.data.clone()
+    strategy.distribute(again, optimizer)
+    assert outer.values[0] is not before[0]
+    assert outer.values[1] is before[1]
+    again[0] = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(again.parameters(), 0.1)
+    strategy.distribute(again, optimizer)
+    step(again, optimizer)
+    path = checkpoint.save(folder / "replaced")
+    after = step(again, optimizer)
+    fresh, optimizer, strategy, outer, checkpoint = begun()
+    checkpoint.restore(path)
+    assert step(fresh, optimizer) == after
 
 
 @pytest.mark.ranks(1, 2)
