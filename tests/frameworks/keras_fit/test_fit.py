@@ -29,6 +29,7 @@ QUICK = {
         "compressed_gradients",
         "gradients_that_some_ranks_lack",
         "optimizers_in_containers",
+        "an_optimizer_that_is_built_in_the_scope",
         "weights_that_no_reduction_keeps_equal",
         "arrays_that_each_rank_has_divided",
         "variables_of_layers_by_their_aggregation",
