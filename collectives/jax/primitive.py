@@ -115,13 +115,18 @@ def _transpose(cotangents: Any, *arrays: Any, call: Call, count: int) -> Any:
 
 def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
     """The batch is the last axis, so that the first one stays the collective's."""
+    pairs = list(zip(arrays[:count], axes[:count], strict=True))
+    sizes = [array.shape[axis] for array, axis in pairs if axis is not None]
+    if not sizes:
+        return bind(arrays[:count], call, arrays[count:]), [None] * count
     moved = [
-        array if axis is None else jnp.moveaxis(array, axis, -1)
-        for array, axis in zip(arrays[:count], axes[:count], strict=True)
+        jnp.broadcast_to(array[..., None], (*array.shape, sizes[0]))
+        if axis is None
+        else jnp.moveaxis(array, axis, -1)
+        for array, axis in pairs
     ]
     results = bind(moved, call, arrays[count:])
-    batched = zip(results, axes[:count], strict=True)
-    return results, [None if axis is None else each.ndim - 1 for each, axis in batched]
+    return results, [each.ndim - 1 for each in results]
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:

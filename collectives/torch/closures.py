@@ -15,15 +15,20 @@ LOSS = "the loss of a closure"
 """What ranks compare, so that it is never taken for another call of the program."""
 
 
-def then_reduced(closure: Callable[[], Any], wait: Callable[[], None]) -> Callable[[], Any]:
+def then_reduced(
+    closure: Callable[[], Any], wait: Callable[..., None], optimizer: Any, *, first_counts: bool
+) -> Callable[[], Any]:
     """The closure, after which `wait` reduces what its backwards have left to be reduced.
 
-    A call without any backward is none of a step's: a line search may compute losses alone.
+    A call without a backward is no step without one, since a line search may compute losses alone;
+    unless it is the first one and `first_counts`.
     """
 
     def call() -> Any:
+        nonlocal first_counts
         loss = closure()
-        wait()
+        wait(optimizer, in_closure=not first_counts)
+        first_counts = False
         return loss
 
     return call

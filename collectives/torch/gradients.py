@@ -141,11 +141,12 @@ class GradientReducer:
         finally:
             self._synchronizes = usual
 
-    def wait(self, optimizer: Any = None) -> None:
+    def wait(self, optimizer: Any = None, *, in_closure: bool = False) -> None:
         """Reduce what no backward has reduced, such as gradients of `no_sync`. To precede a step.
 
         optimizer: the one that steps. If nothing was reduced since its last step, its gradients,
             zeros if missing, are reduced now with `unused="zeros"`; else that is a GradientError.
+            Neither `in_closure`, of which some calls may make no backward.
 
         Raises GradientError, on every rank, after a backward that an exception interrupted on any.
         """
@@ -153,13 +154,13 @@ class GradientReducer:
             self.weight = None
             return
         try:
-            self._finish(optimizer)
+            self._finish(optimizer, in_closure)
         finally:
             self._stepped = True
             if optimizer is not None:
                 self._steps[optimizer] = self._rounds
 
-    def _finish(self, optimizer: Any) -> None:
+    def _finish(self, optimizer: Any, in_closure: bool) -> None:
         if self._round is not None:
             if self._round.backwards:
                 raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
@@ -171,7 +172,7 @@ class GradientReducer:
         elif optimizer is not None and self._steps.get(optimizer, 0) != self._rounds:
             if self._failed:
                 raise GradientError(Reason.FAILED)  # the backward raised it on every rank
-        elif optimizer is not None and self._trained:
+        elif optimizer is not None and self._trained and not in_closure:
             self._begin()
             if self._unused == "error":
                 raise self._refuse(Reason.NO_BACKWARD)
@@ -179,8 +180,7 @@ class GradientReducer:
 
     def fold_number(self, number: float) -> float:
         """The number's mean or sum over the ranks, weighted as the last gradients. Collective."""
-        weight = self._weighed if self._weighted else None
-        return fold_number(self._comm, number, self._op, weight)
+        return fold_number(self._comm, number, self._op, self._weighed if self._weighted else None)
 
     def reduces(self, parameters: Iterable[Any]) -> bool:
         """Whether the gradient of any of the parameters is reduced."""

@@ -30,6 +30,7 @@ _KEEPING = (
     "ParallelMapDataset",
     "PrefetchDataset",
     "RepeatDataset",
+    "ShuffleAndRepeatDataset",
     "ShuffleDataset",
 )
 

@@ -36,8 +36,8 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     several sources. DATA reads them in a deterministic order. Where the ranks can count the batches
     that it splits, they do not agree on the end at each step.
 
-    ValueError for FILE with fewer files than ranks or with other data, and for elements without
-    rows; TypeError for what is no dataset.
+    ValueError for FILE with fewer files than ranks, if their number is known, or with other data,
+    and for elements without rows; TypeError for what is no dataset.
     """
     communicator, options = extended.operations.communicator, _on_host(options)
     alone = communicator.size == 1

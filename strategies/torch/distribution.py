@@ -121,7 +121,9 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         reducer.wait(None if closure else stepping)
         if closure is None:
             return None
-        folded = over_ranks(then_reduced(closure, reducer.wait), reducer.fold_number)
+        zeros = options.get("unused") == "zeros"
+        reduced = then_reduced(closure, reducer.wait, stepping, first_counts=zeros)
+        folded = over_ranks(reduced, reducer.fold_number)
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
 

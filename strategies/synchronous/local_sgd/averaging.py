@@ -84,6 +84,12 @@ class Averaging:
         """Average this one as well, as long as every replica has it. All ranks add it."""
         self._known.append(weakref.ref(value))
 
+    def number(self, values: Iterable[ReplicaStorage]) -> None:
+        """Number the outer optimizer's slots of those that have none in this order."""
+        for value in values:
+            if self._outer is not None:
+                self._outer.slots_of(value, ())
+
     def replace(self, value: ReplicaStorage, new: ReplicaStorage | None) -> None:
         """The value's outer momentum is of use no longer; the new one has its place, if any has."""
         if self._outer is not None:

@@ -51,8 +51,11 @@ class AveragedModules:
         """Earlier values pass their numbers on, to those of the same parameters or names."""
         by_name = {name: value for name, _, value in added}
         moved = {id(parameter): value for _, parameter, value in added}
+        used = set()
         for name, parameter, value in earlier:
-            self._averaging.replace(value, moved.get(id(parameter), by_name.get(name)))
+            new = moved.get(id(parameter), by_name.get(name))
+            self._averaging.replace(value, None if new in used else new)
+            used.add(new)
 
     def __len__(self) -> int:
         """How many there are."""
@@ -70,7 +73,12 @@ class AveragedModules:
         self._averaging.begin_step(module.trained())
 
     def begin_averaging(self) -> None:
-        """Log, once, a parameter that something else than a step of these optimizers changed."""
+        """Log, once, a parameter that something else than a step of these optimizers changed.
+
+        Outer slots are numbered by the models' parameters, whichever are trained first.
+        """
+        for module in self._known.values():
+            self._averaging.number(module.values)
         for module in self._known.values() if not self._warned else ():
             if names := module.changed_by_others():
                 self._warned = True

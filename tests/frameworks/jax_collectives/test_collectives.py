@@ -198,19 +198,6 @@ def test_dtypes_and_pytrees(jax, calls, comm):
     assert ml_dtypes.bfloat16 is not None
 
 
-def test_a_part_of_a_pytree_is_batched(jax, calls, comm):
-    """What is not batched is sent once."""
-    rows, own = np.arange(6.0).reshape(2, 3) * (comm.rank + 1), np.arange(4.0) + comm.rank
-
-    def both(a, b):
-        return calls.all_reduce((a, b))
-
-    total, other = jax.vmap(both, in_axes=(0, None), out_axes=(0, None))(rows, own)
-    ranks = range(comm.size)
-    np.testing.assert_allclose(total, sum(np.arange(6.0).reshape(2, 3) * (r + 1) for r in ranks))
-    np.testing.assert_allclose(other, sum(np.arange(4.0) + r for r in ranks))
-
-
 def test_messages_and_barriers_run_although_nothing_uses_them(jax, calls, comm):
     jnp, last = jax.numpy, comm.size - 1
 

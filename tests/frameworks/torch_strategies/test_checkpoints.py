@@ -268,7 +268,7 @@ def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
 
 @pytest.mark.ranks(2)
 def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, folder, caplog):
-    """Also in a file that another program restores, and where a layer has been replaced."""
+    """Also in a file that another program restores, where layers were frozen, or replaced."""
 
     def begun():
         torch.manual_seed(0)
@@ -289,7 +289,11 @@ def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, fold
     found = []
     for times in (0, 2):
         model, optimizer, strategy, outer, checkpoint = begun()
+        model[0].requires_grad_(False)
+        strategy.distribute(model, optimizer)
         step(model, optimizer)
+        model[0].requires_grad_(True)
+        strategy.distribute(model, optimizer)
         for _ in range(times):
             strategy.distribute(model, optimizer)
         step(model, optimizer)

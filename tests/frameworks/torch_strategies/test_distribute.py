@@ -692,7 +692,15 @@ def test_closures_reduce_what_no_backward_has_reduced(torch, comm):
         if not last:
             loss_of(model, part).backward()
 
-    for work, options in ((accumulated, {}), (without_rows, {"weighted": True})):
+    def without_backward(model):
+        if not last:
+            loss_of(model, part).backward()
+
+    for work, options in (
+        (accumulated, {}),
+        (without_rows, {"weighted": True}),
+        (without_backward, {"unused": "zeros"}),
+    ):
         found = []
         for in_closure in (False, True):
             model = network(torch)
@@ -712,6 +720,36 @@ def test_closures_reduce_what_no_backward_has_reduced(torch, comm):
             found.append([each.tolist() for each in model.parameters()])
         assert found[0] == found[1] != [each.tolist() for each in network(torch).parameters()]
         assert comm.all_gather_object(found[1]) == [found[1]] * comm.size
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_without_a_backward_is_noticed_after_closures(torch, comm):
+    """And a closure that has raised before its backward, once `wait` is called."""
+    from collectives.torch import GradientError
+
+    strategy = strategy_of("worker", comm)
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer)
+    part = batches(torch, comm.size)[0].chunk(comm.size)[comm.rank]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, part)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        # Refused in the backward of rank 0, and in the step of the others.
+        with pytest.raises(GradientError):
+            (optimizer.step if comm.rank else closure)()
+        reducer = strategy.gradients_of(model)
+        with pytest.raises(GradientError):
+            (partial(reducer.wait, optimizer) if comm.rank else partial(optimizer.step, closure))()
+    optimizer.step(closure)
+    found = [each.tolist() for each in model.parameters()]
+    assert comm.all_gather_object(found) == [found] * comm.size
 
 
 @pytest.mark.ranks(2)
