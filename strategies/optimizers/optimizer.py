@@ -34,7 +34,7 @@ Rule = TypeVar("Rule", bound=UpdateRule)
 class Optimizer(ABC):
     """Base of the optimizers.
 
-    learning_rate: a number, or a function of the step's number, from 0, called in each step.
+    learning_rate: a number, or a function of the step's number from 0, called at least once a step.
     clipnorm, global_clipnorm: the largest norm of each gradient, or of all together; longer ones
     are scaled down. That is done to the sums over the replicas, the same bits on all of them, so
     that several replicas take the step that Keras takes in one process with the whole batch. (Under

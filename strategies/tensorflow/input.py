@@ -18,7 +18,6 @@ log = logging.getLogger("strategies")
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
-
 # An iterator of one device, in host memory. TensorFlow's default is MultiDeviceIterator, which
 # frees its dataset before its thread has ended, so that a process may end by SIGSEGV where an
 # iterator is dropped (TensorFlow 2.21, core/kernels/data/multi_device_iterator_ops.cc).
@@ -70,8 +69,8 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
         dataset = _in_one_order(dataset)
     made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
     # What files hold is not known, whatever `repeat().take(n)` or the program says of all.
-    trusted = policy is _POLICIES.DATA
-    counts = communicator.all_gather_object(int(made.cardinality) if trusted else -1)
+    own = int(made.cardinality) if policy is _POLICIES.DATA else -1
+    counts = communicator.all_gather_object(own)
     if counts[0] >= 0 and len(set(counts)) == 1:
         made._enable_get_next_as_optional = False
     return made

@@ -64,7 +64,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int, position: int | None = None) -> None:
         """Iterate over this epoch next, without this rank's first `position` samples.
 
-        None: without those that a restored checkpoint has used of this epoch.
+        None: without those that a restored checkpoint has used of this epoch. TypeError for an
+        epoch that is no integer, ValueError below 0.
         """
         if position is None:
             position = self._start if epoch == self.epoch else 0
