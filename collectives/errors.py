@@ -9,7 +9,7 @@ CollectiveError(RuntimeError)
 │   └── RootMismatchError
 ├── DeadlineExceededError         (also a TimeoutError) some ranks did not arrive in time
 ├── RankFailedError               a peer died, or an exception ended one of its calls
-├── LaunchError                   the launcher doesn't serve this MPI: n worlds of one rank
+├── LaunchError                   the ranks can't be started, or this process is no rank
 ├── BackendUnavailableError       no MPI, no GPU, no NCCL: the message says what to install
 └── ScheduleError                 an algorithm does not do what its collective promises
 
@@ -127,7 +127,7 @@ class UnusableError(RuntimeError):
 
 
 class LaunchError(CollectiveError):
-    """The launcher started several processes, but MPI sees one; the message names the fix."""
+    """The ranks can't be started, or this process is no rank; the message names the fix."""
 
 
 class BackendUnavailableError(CollectiveError):

@@ -139,6 +139,7 @@ LAZY = {
         "collectives/transports/mpi_end.py",
         "collectives/transports/mpi_mailbox.py",
         "collectives/transports/mpi_messages.py",
+        "collectives/transports/mpi_control.py",
         "collectives/transports/mpi_native.py",
         "collectives/transports/mpi_neighbors.py",
     },

@@ -23,7 +23,7 @@ LARGEST_ALONE = 256 << 10
 STAGED_BYTES_OF_ALL = 8 * STAGE_BYTES
 """What a leader folds of all ranks of its node, which wait meanwhile."""
 
-_WHOLE = slice(None)
+WHOLE = slice(None)
 # Every rank gets the reduction of everything, of which it needs a part.
 _SCATTERED_BYTES = 8 << 10
 
@@ -122,18 +122,15 @@ class ReductionExchange:
     """As `dissemination.Exchange`: as many elements of each rank, in the dtype of the fold."""
 
     def __init__(
-        self, engine: Engine, reduction: Reduction, count: int, part: slice = _WHOLE
+        self, engine: Engine, reduction: Reduction, count: int, part: slice = WHOLE
     ) -> None:
         """`part` is what this rank gets of the result."""
         assert engine.call_check is not None
         assert reduction.plain_fold is not None
         self._fold, self._errstate = reduction.plain_fold, engine.errstate.run
         self._reduction, self._size = reduction, engine.size
-        self._dtype, self._part, self._nbytes = (
-            reduction.dtype,
-            part,
-            count * reduction.dtype.itemsize,
-        )
+        self._dtype, self._part = reduction.dtype, part
+        self._nbytes = count * reduction.dtype.itemsize
         self.source: Any = None
         self.target: Any = None
         self._arrays = Arrays(self._nbytes, self._dtype)
@@ -179,7 +176,7 @@ class ReductionExchange:
         """Fold into the leader's slot; without slots straight into the target, if it takes all."""
         if self.slots:
             out = self.slots[self.parity][0]
-        elif self._part is _WHOLE and self.target is not None:
+        elif self._part is WHOLE and self.target is not None:
             self._folded, out = None, self.target
         else:
             self._folded = out = np.empty(self._nbytes // self._dtype.itemsize, self._dtype)

@@ -29,7 +29,6 @@ from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import PathSelector
 
-_BYTES = np.dtype(np.uint8)
 _LAST = CALLS_KEPT - 1
 
 Run = Callable[[Any, Any, int | None], Any]

@@ -13,7 +13,7 @@ from collectives.arrays.kinds import is_device, to_array
 from collectives.bound.bind import Call, Run, bind, component
 from collectives.bound.calls import bound_operation, operation_on_gpu
 from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
-from collectives.bound.small import DATA, node_of_all, nothing
+from collectives.bound.small import DATA, node_of_all, nothing, room_beside_arrival
 from collectives.calls import PASS, Operation
 from collectives.calls.movements import broadcast_output, broadcast_signature
 from collectives.consistency.signature import Signature, check_index
@@ -21,9 +21,7 @@ from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm import migratory
 from collectives.shm.addresses import Publish
-from collectives.shm.layout import ARRIVALS, SMALL_BYTES
-from collectives.shm.node import Node
-from collectives.shm.selector import LEAST_BYTES
+from collectives.shm.layout import ARRIVALS
 
 _BYTES = np.dtype(np.uint8)
 
@@ -66,11 +64,6 @@ def bind_broadcast(
     return broadcast
 
 
-def room_of_broadcast(node: Node) -> int:
-    """How many bytes the root may store beside its arrival."""
-    return LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
-
-
 def small_broadcast(
     engine: Engine, dtype: np.dtype[Any], shape: tuple[int, ...], root: int
 ) -> tuple[Run, Publish | None] | None:
@@ -79,7 +72,7 @@ def small_broadcast(
     None where it has not few bytes.
     """
     node, nbytes = node_of_all(engine), math.prod(shape) * dtype.itemsize
-    if node is None or not 0 < nbytes <= room_of_broadcast(node):
+    if node is None or not 0 < nbytes <= room_beside_arrival(node):
         return None
     slots = node.steps.memory.slots[root]
     places = {

@@ -25,7 +25,7 @@ from collectives.reductions.reduction import Array, ReduceOp
 Bound = Callable[..., Any]
 
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-_OPS = str, ReduceOp
+OPS = str, ReduceOp
 
 
 def call(
@@ -177,7 +177,7 @@ class BoundCalls:
 
         It is bound in the first call, in which all ranks choose a path, for the next one.
         """
-        known_op = isinstance(op, _OPS) if collective in _REDUCTIONS else op is None
+        known_op = isinstance(op, OPS) if collective in _REDUCTIONS else op is None
         if not (known_op and type(axis) is int and axis == 0):
             return None
         kind = "on a GPU", collective, op, array.dtype, array.shape, root

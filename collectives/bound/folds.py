@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from collectives.bound.between_nodes import (
+    WHOLE,
     ReductionExchange,
     StagedExchange,
     exchanged_reduction,
@@ -27,8 +28,6 @@ from collectives.calls.scans import identity, prefix
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-
-_WHOLE = slice(None)
 
 
 def bind_all_reduce(
@@ -77,7 +76,7 @@ def bind_reduce(
     small = None if forced else small_reduction(engine, op, dtype, nbytes)
     if small is not None:
         ranks = range(engine.size if gets else 0)
-        call = bind(engine, signature, *small_fold(engine, small, count, ranks, _WHOLE))
+        call = bind(engine, signature, *small_fold(engine, small, count, ranks, WHOLE))
         return of_shape(call, shape, dtype, gets=gets)
     exchanged = None if forced else exchanged_reduction(engine, "reduce", op, dtype, nbytes)
     if exchanged is not None:
@@ -110,7 +109,7 @@ def bind_scan(
         target[...] = nothing
 
     if small is not None:
-        fold, publish = small_fold(engine, small, count, ranks, _WHOLE)
+        fold, publish = small_fold(engine, small, count, ranks, WHOLE)
         return of_shape(bind(engine, signature, fold if ranks else fill, publish), shape, dtype)
     reduction, most = reduction_for(op, dtype), room_of_row(engine, engine.size)
     fold_two, errstate = reduction.plain_fold, engine.errstate.run

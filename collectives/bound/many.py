@@ -89,7 +89,9 @@ class Known:
     def __init__(
         self, engine: Engine, parts: list[SharedBucket], operation: Operation, apart: Apart
     ) -> None:
-        self._parts, self._call = parts, bind(engine, operation.signature, self._run)
+        self._parts = parts
+        self.make = bind(engine, operation.signature, self._run)
+        """A function (arrays, out); PASS where a first registered array has been made since."""
         self._errstate, self._apart = engine.errstate.run, apart
         places = [index for part in parts for index in part.indices]
         self._in_order = None if places == sorted(places) else itemgetter(*np.argsort(places))
@@ -101,10 +103,6 @@ class Known:
         return all(map(_writeable, out)) and (
             len(self._parts) == 1 or self._apart.holds(arrays, out)
         )
-
-    def make(self, arrays: list[Array], out: list[Array] | None) -> Any:
-        """Make the call; PASS where a first registered array has been made since."""
-        return self._call(arrays, out)
 
     def _run(self, arrays: list[Array], out: list[Array] | None, index: int | None) -> Any:
         return self._errstate(self._reduce, arrays, out)

@@ -30,12 +30,12 @@ class PersistentCalls:
         MPI's persistent collectives (MPI 4.1, section 6.13), but blocking. Each call returns what
         `all_reduce_many` returns, and raises what it raises.
         """
-        given = _as_it_is(arrays)
-        results = given if out is arrays else _as_it_is(out)
+        given = _copied(arrays)
+        results = given if out is arrays else _copied(out)
         make = partial(self.all_reduce_many, given, op, out=results)
         return self._many.persistent(given, op, results, make)
 
 
-def _as_it_is(arrays: Any) -> Any:
+def _copied(arrays: Any) -> Any:
     """A copy of the list; anything else is refused by the call, on all ranks."""
     return list(arrays) if isinstance(arrays, list | tuple) else arrays

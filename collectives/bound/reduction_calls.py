@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from collectives.bound.calls import BoundCalls
+from collectives.bound.calls import OPS, BoundCalls
 from collectives.bound.reductions import all_reduce, exscan, key_of, reduce, reduce_scatter, scan
 from collectives.calls import PASS
 from collectives.cuda.runtime import on_gpu
 from collectives.reductions.reduction import ReduceOp
-
-_OPS = str, ReduceOp
 
 
 class BoundReductionCalls(BoundCalls):
@@ -23,7 +21,7 @@ class BoundReductionCalls(BoundCalls):
     ) -> Any:
         """As `Communicator.all_reduce`, which has looked for most calls of NumPy arrays."""
         got: Any = PASS
-        if not isinstance(op, _OPS) or not (what is None or type(what) is str):
+        if not isinstance(op, OPS) or not (what is None or type(what) is str):
             pass
         elif type(array) is np.ndarray:
             bound = None if algorithm is None else self._find(key_of(array, op, what), algorithm)
@@ -89,7 +87,7 @@ class BoundReductionCalls(BoundCalls):
         algorithm: str | None,
     ) -> Any:
         """The call if it is bound; PASS else."""
-        if not isinstance(op, _OPS):
+        if not isinstance(op, OPS):
             return PASS
         if type(array) is np.ndarray:
             bound = self._find((collective, op, array.dtype, array.shape, root), algorithm)

@@ -13,17 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from collectives.bound.exchanged_rows import ExchangedRows, Reader, room_of_row
-from collectives.bound.small import DATA, SMALL_BYTES_OF_ALL, node_of_all
+from collectives.bound.small import DATA, node_of_all, room_of_each
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.dissemination import Exchange
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm import migratory
 from collectives.shm.addresses import FIRST_NUMBER, NOWHERE, Exchanged, Publish
-from collectives.shm.copy_in_copy_out import others
-from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
+from collectives.shm.layout import ARRIVALS, ROW_BYTES
 from collectives.shm.node import Node
-from collectives.shm.selector import LEAST_BYTES
+from collectives.shm.parts import others
 
 # Rows of no bytes.
 _MANY = 1 << 40
@@ -85,13 +84,6 @@ def rows_between_nodes(
     return ExchangedRows(engine, most, first, second, nbytes, row_bytes)
 
 
-def room_on_node(node: Node) -> int:
-    """How many bytes each rank of a node may store beside its arrival."""
-    # Registered arrays of more bytes are read where they are.
-    most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
-    return min(most, SMALL_BYTES_OF_ALL // node.steps.memory.size)
-
-
 class _NodeRows:
     """All ranks share memory: each stores its rows beside its arrival, if they have few bytes."""
 
@@ -107,7 +99,7 @@ class _NodeRows:
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
         row_bytes, self._rank = math.prod(rest) * dtype.itemsize, memory.rank
-        self._most = room_on_node(node) // row_bytes if row_bytes else _MANY
+        self._most = room_of_each(node) // row_bytes if row_bytes else _MANY
         self._words, self._read = memory.words, addresses.read
         self._slots = {
             at + DATA: [

@@ -39,6 +39,17 @@ def node_of_all(engine: Engine) -> Node | None:
     return node if node is not None and engine.call_check and node.memory_is_all else None
 
 
+def room_beside_arrival(node: Node) -> int:
+    """How many bytes one rank of a node may store beside its arrival."""
+    # Registered arrays of more bytes are read where they are.
+    return LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+
+
+def room_of_each(node: Node) -> int:
+    """How many bytes each rank of a node may store beside its arrival."""
+    return min(room_beside_arrival(node), SMALL_BYTES_OF_ALL // node.steps.memory.size)
+
+
 def small_reduction(
     engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
 ) -> Reduction | None:
@@ -46,10 +57,9 @@ def small_reduction(
     node = node_of_all(engine)
     if node is None:
         return None
-    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= SMALL_BYTES_OF_ALL
-    registered = node.pool.in_use and nbytes >= LEAST_BYTES
+    small = 0 < nbytes <= room_of_each(node)
     reduction = reduction_for(op, dtype)
-    return reduction if small and not registered and reduction.plain_fold else None
+    return reduction if small and reduction.plain_fold else None
 
 
 def small_fold(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from collectives.arrays.kinds import (
     flat,
     given_output,
     like,
-    may_overlap,
     new_output,
     to_array,
 )
@@ -32,7 +31,7 @@ from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
-from collectives.shm.copy_in_copy_out import others
+from collectives.shm.parts import others, part_starts
 
 # Alignment of the elements in bytes, sufficient for every dtype.
 _ALIGNMENT = 64
@@ -64,8 +63,6 @@ class Parts:
                 if out is None
                 else given_output(out, whole.shape, whole.dtype)
             )
-            if may_overlap(whole, output.buffer):
-                self.arrays = [copied(part) for part in self.arrays]
             self.whole = whole, output
             return
         arrays = check_list("arrays", arrays)
@@ -182,7 +179,7 @@ def exchange_bytes(
     """
     lengths = [*outgoing, *incoming]
     buffer = engine.work(sum(lengths), np.dtype(np.uint8), beside)
-    starts = list(accumulate(lengths, initial=0))
+    starts = part_starts(lengths)
     for peer in others(engine.rank, engine.size):
         writes[peer](buffer[starts[peer] : starts[peer + 1]])
     engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)

@@ -19,8 +19,7 @@ def open_mailbox() -> Operation:
 
     def perform(engine: Engine) -> Mailbox:
         processes = Processes(gather_pickles(engine, own), engine.rank)
-        with engine.watchdog:
-            channel = engine.transport.open_message_channel()
+        channel = engine.transport.open_message_channel()
         if channel is None:
             kind = type(engine.transport).__name__
             problem = f"mailbox(): {kind} carries no such messages (open_message_channel)"

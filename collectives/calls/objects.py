@@ -36,18 +36,18 @@ def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int
     return numbers
 
 
-def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) -> Any:
-    """The result of `make` on the root, pickled, on every rank; its exception likewise.
+def broadcast_pickle(engine: Engine, make: Callable[[], Any]) -> Any:
+    """The result of `make`, which rank 0 alone calls, pickled, on every rank; its exception too.
 
-    Thus no rank waits for a root that failed. The other ranks pass None.
+    Thus no rank waits for a rank 0 that failed.
     """
-    content = b"" if make is None else outcome_of(make)
+    content = b"" if engine.rank else outcome_of(make)
     length = np.array([len(content)], np.int64)
-    engine.run("broadcast", None, length, root=root)
+    engine.run("broadcast", None, length, root=0)
     buffer = np.empty(int(length[0]), np.uint8)
-    if make is not None:
+    if engine.rank == 0:
         buffer[:] = np.frombuffer(content, np.uint8)
-    engine.run("broadcast", None, buffer, root=root)
+    engine.run("broadcast", None, buffer, root=0)
     return result_of(engine, buffer)
 
 

@@ -134,8 +134,7 @@ class CallCheck:
             self.node_barrier.end()
 
     def _check(self, word: int, sequence: int, exchange: Exchange | None, swapped: bool) -> bool:
-        if self.node_barrier is None:
-            return True
+        assert self.node_barrier is not None
         self.node_barrier.arrive(word, sequence)
         verdicts = self.verdicts
         if verdicts is None:

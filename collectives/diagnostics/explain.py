@@ -8,11 +8,14 @@ import numpy as np
 
 from collectives.bound.all_to_all import EXCHANGED_BYTES, room_of_parts
 from collectives.bound.between_nodes import exchanged_reduction, staged_reduction
-from collectives.bound.broadcast import room_of_broadcast
 from collectives.bound.exchanged_rows import room_of_row
-from collectives.bound.rows import room_on_node
 from collectives.bound.scatter import sent
-from collectives.bound.small import node_of_all, small_reduction
+from collectives.bound.small import (
+    node_of_all,
+    room_beside_arrival,
+    room_of_each,
+    small_reduction,
+)
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
 from collectives.schedules.paths import DISSEMINATION, QUICKEST, SHARED, STAGED
@@ -49,17 +52,20 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
 def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> bool:
     """Whether so many bytes lie beside the words that the ranks of a node compare."""
     node = node_of_all(engine)
+    if node is None:
+        return False
     if spec_of(collective).reduces:
         return small_reduction(engine, ReduceOp.SUM, dtype, nbytes) is not None
-    if collective == "broadcast":
-        return node is not None and 0 < nbytes <= room_of_broadcast(node)
-    if collective in ("all_gather", "gather"):
-        return node is not None and 0 < nbytes <= engine.size * room_on_node(node)
-    if collective == "all_to_all":
-        return node is not None and 0 < nbytes <= room_of_parts(engine.size)
     if collective == "scatter":
-        return node is not None and nbytes > 0 and sent(engine, nbytes, dtype) <= SMALL_BYTES
-    return node is not None and 0 < nbytes <= SMALL_BYTES
+        return nbytes > 0 and sent(engine, nbytes, dtype) <= SMALL_BYTES
+    most = SMALL_BYTES
+    if collective == "broadcast":
+        most = room_beside_arrival(node)
+    elif collective in ("all_gather", "gather"):
+        most = engine.size * room_of_each(node)
+    elif collective == "all_to_all":
+        most = room_of_parts(engine.size)
+    return 0 < nbytes <= most
 
 
 def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> bool:

@@ -57,7 +57,7 @@ def trace(path: str | os.PathLike[str], asynchronous: list[Entry]) -> Operation:
         def write() -> None:
             Path(path).write_text(json.dumps(content(ranks, offsets)), encoding="utf-8")
 
-        broadcast_pickle(engine, write if engine.rank == 0 else None, 0)
+        broadcast_pickle(engine, write)
 
     return Operation(Signature("trace"), perform)
 

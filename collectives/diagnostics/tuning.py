@@ -46,8 +46,7 @@ def use_saved(engine: Engine) -> None:
     engine.use(cost_model.built_in(engine.layout), BUILT_IN)
     if engine.size == 1:
         return
-    find = (lambda: _saved(engine)) if engine.rank == 0 else None
-    found = broadcast_pickle(engine, find, 0)
+    found = broadcast_pickle(engine, lambda: _saved(engine))
     if found is not None:
         engine.use(*found)
 
@@ -73,18 +72,18 @@ def _tune(engine: Engine, keep: bool) -> str:
 
     def conclude() -> tuple[CostParameters, str]:
         """On rank 0 only: the other ranks receive the same bits."""
-        costs = figures_for(engine, seconds, reduction)
+        costs = parameters_for(engine, seconds, reduction)
         path = save(_key(engine), costs) if keep else None
         where = "not saved" if path is None else f"saved in {path}"
         return costs, "\n".join([_heading(engine), *_report(costs, seconds), where])
 
-    costs, text = broadcast_pickle(engine, conclude if engine.rank == 0 else None, 0)
+    costs, text = broadcast_pickle(engine, conclude)
     engine.use(costs, TUNED)
     engine.path = ""
     return str(text)
 
 
-def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> CostParameters:
+def parameters_for(engine: Engine, seconds: Seconds, reduction: float) -> CostParameters:
     """Cost parameters fitted to the measured times; the others keep their defaults."""
     layout = engine.layout
     kinds = {path: path if path in (NATIVE, SHARED) else "schedule" for path, _ in seconds}

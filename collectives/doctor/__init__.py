@@ -169,5 +169,5 @@ def _abort_if_stuck(report: Report, mpi: Any, outcomes: list[Outcome]) -> None:
 
 def _conclude(report: Report, failures: int) -> None:
     warnings = counted(report.warnings, "warning")
-    verdict = f"{counted(failures, 'failure')}" if failures else "All is well"
+    verdict = counted(failures, "failure") if failures else "All is well"
     report.line(f"{verdict}, with {warnings} above." if report.warnings else f"{verdict}.")

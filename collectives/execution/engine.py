@@ -1,7 +1,7 @@
 """Runs calls: makes the ranks agree on each, picks the path of its collectives, keeps the plans.
 
-Everything above (array kinds, shapes, axes) is the operations' business, everything below
-(schedules, messages, the node's memory) the executor's, the transport's and the node's.
+`bound/` and `calls/` handle kinds of arrays, shapes and axes; the executor, the transport and the
+node handle schedules, messages and the node's memory.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Engine(CallScope):
             wait_policy.sleep_early()
         self.rank = transport.rank
         super().__init__(transport.size, Watchdog(wait_policy, self.end_job))
+        transport.watchdog = self.watchdog
         self.recorder = FlightRecorder(self.rank)
         self.node: Node | None = None
         self.devices: OnDevices | None = None
@@ -223,7 +224,7 @@ class Engine(CallScope):
         self.use(self.costs, self.costs_source)
 
     def use(self, costs: CostParameters, name: str) -> None:
-        """Choose by these figures, from `name`, from now on: all ranks between the same calls."""
+        """Choose by these cost parameters from now on: all ranks between the same calls."""
         self.costs, self.costs_source = costs, name
         self._chosen.clear()
         self.bound_calls.clear()

@@ -25,7 +25,8 @@ from collectives.reductions.reduction import Action, Array, ReduceOp
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
 from collectives.shm.online_tuning import PathTimes
-from collectives.transports.base import Actions, Messages, PointToPoint, own_part
+from collectives.transports.base import Actions, Messages, PointToPoint
+from collectives.transports.parts import own_part
 
 _BINDINGS_KEPT = 8
 _PLANS_KEPT = 64

@@ -15,7 +15,7 @@ from collectives.waiting.wait_policy import log
 
 CACHE_VARIABLE = "COLLECTIVES_CACHE"
 # Seconds, or bytes per second.
-_LEAST_FIGURE, _LARGEST_FIGURE = 1e-12, 1e15
+_LEAST, _LARGEST = 1e-12, 1e15
 VERSION = 1
 """Version of the file's format and of the parameters' meaning; other versions are ignored."""
 
@@ -102,7 +102,7 @@ def from_text(key: Key, text: str) -> CostParameters:
         raise ValueError(f"it is not of version {VERSION}")
     if content.get("key") != _key_fields(key):
         raise ValueError("it was measured elsewhere")
-    return _figures(content.get("figures"))
+    return _parameters(content.get("figures"))
 
 
 def _key_fields(key: Key) -> dict[str, object]:
@@ -114,14 +114,13 @@ def _key_fields(key: Key) -> dict[str, object]:
     }
 
 
-def _figures(values: object) -> CostParameters:
+def _parameters(values: object) -> CostParameters:
     names = {field.name for field in fields(CostParameters)}
     if not isinstance(values, dict) or set(values) != names:
         raise ValueError("its figures are not those that are needed")
     for name, value in values.items():
-        if not isinstance(value, float) or not _LEAST_FIGURE < value < _LARGEST_FIGURE:
+        if not isinstance(value, float) or not _LEAST < value < _LARGEST:
             raise ValueError(
-                f"{name} is {value!r}: must be a float between {_LEAST_FIGURE:g} and"
-                f" {_LARGEST_FIGURE:g}"
+                f"{name} is {value!r}: must be a float between {_LEAST:g} and {_LARGEST:g}"
             )
     return CostParameters(**values)

@@ -193,7 +193,7 @@ def start_nccl(
 
 def _connect(engine: Engine, driver: NcclDriver) -> Any:
     """NCCL's communicator of all ranks, on the current GPU; any rank's error is every rank's."""
-    unique_id = broadcast_pickle(engine, driver.unique_id if engine.rank == 0 else None, 0)
+    unique_id = broadcast_pickle(engine, driver.unique_id)
     made: list[Any] = []
 
     def make() -> None:

@@ -123,13 +123,7 @@ def gather_labels(engine: Engine, label: int) -> list[int]:
 
 def split(color: int | None, key: int) -> Operation:
     """The transport between the ranks of equal color; None where color is None."""
-    return Operation(Signature("split"), lambda engine: _part(engine, color, key))
-
-
-def _part(engine: Engine, color: int | None, key: int) -> Transport | None:
-    """As `Transport.split`, in which the others wait for a rank that stops."""
-    with engine.watchdog:
-        return engine.transport.split(color, key)
+    return Operation(Signature("split"), lambda engine: engine.transport.split(color, key))
 
 
 def settle(engine: Engine, where: Topology) -> None:
@@ -139,7 +133,7 @@ def settle(engine: Engine, where: Topology) -> None:
     """
     if engine.size == 1:
         return
-    part = _part(engine, where.node, engine.rank)
+    part = engine.transport.split(where.node, engine.rank)
     assert part is not None
     part.ranks = where.members[where.node]
     node = Engine(part, engine.wait_policy)
@@ -204,8 +198,7 @@ def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
     # Ranks assigned to a node by the caller may be on different hosts.
     leaders = gather_labels(node, engine.transport.node_leader())
     together = len(set(leaders)) == 1
-    with node.watchdog:
-        segments = node.transport.share(SEGMENT_BYTES) if together else None
+    segments = node.transport.share(SEGMENT_BYTES) if together else None
     ready = segments is not None and node.transport.reserve(segments[node.rank])
     if segments is not None and ready:
         clear(segments[node.rank], node.transport.fence)
@@ -258,7 +251,7 @@ def _progress(transport: Transport) -> None:
 def _across(engine: Engine, where: Topology) -> Engine | None:
     """The ranks of equal local rank on all nodes; None where a node has no such rank."""
     takes_part = where.local_rank < min(map(len, where.members))
-    transport = _part(engine, where.local_rank if takes_part else None, where.node)
+    transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
     if transport is None:
         return None
     transport.ranks = [ranks[where.local_rank] for ranks in where.members]
@@ -271,9 +264,9 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
     """The transport between the lowest ranks of all nodes; None on other ranks."""
     if where.nodes == 1:
         return None
-    leaders = _part(engine, 0 if where.local_rank == 0 else None, where.node)
+    leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
     if leaders is not None:
-        leaders.wait_policy = engine.wait_policy
+        leaders.wait_policy, leaders.watchdog = engine.wait_policy, engine.watchdog
     return leaders
 
 

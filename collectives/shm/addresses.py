@@ -16,8 +16,8 @@ from struct import Struct
 from typing import Any
 
 from collectives.reductions.reduction import Array
-from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import OnlineTuning
+from collectives.shm.parts import Lengths
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
 

@@ -12,9 +12,7 @@ as the own cache, most of a block has been evicted from it by the time that it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,33 +20,9 @@ import numpy as np
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.migratory import take_lines
+from collectives.shm.parts import LINE_BYTES, Lengths, blocks_of, bounds, others
 from collectives.shm.progress import ProgressCounters
-from collectives.transports.base import parts_by_rank
-
-Lengths = Sequence[int]
-
-# Alignment of a boundary between two ranks' slices, in bytes: no two ranks write one cache line.
-LINE_BYTES = 128
-
-
-@lru_cache(maxsize=256)
-def bounds(length: int, parts: int, itemsize: int) -> tuple[int, ...]:
-    """Boundaries of `parts` slices of nearly equal length, on cache lines."""
-    unit = max(1, LINE_BYTES // itemsize)
-    lines = -(-length // unit)
-    edges = [lines * part // parts * unit for part in range(parts + 1)]
-    return tuple(min(edge, length) for edge in edges)
-
-
-def blocks_of(stop: int, most: int, start: int = 0) -> Iterator[slice]:
-    """Slices of at most `most` elements between `start` and `stop`."""
-    for first in range(start, stop, most):
-        yield slice(first, min(first + most, stop))
-
-
-def part_starts(lengths: Lengths) -> list[int]:
-    """Start of each rank's part, and end of the last one."""
-    return list(accumulate(lengths, initial=0))
+from collectives.transports.parts import parts_by_rank
 
 
 class CopyInCopyOut:
@@ -271,9 +245,3 @@ class CopyInCopyOut:
                 part[:] = content = self._stage_of(peer)[start : start + len(part)]
                 self._has_read(content)
             steps.finish_step()
-
-
-def others(rank: int, size: int) -> Iterator[int]:
-    """The other ranks, the next one first, so that not all ranks read the same one at once."""
-    for distance in range(1, size):
-        yield (rank + distance) % size

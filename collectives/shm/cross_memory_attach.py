@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.addresses import Addresses, address_of
-from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shm.parts import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory
 from collectives.shm.progress import ProgressCounters
 

@@ -1,8 +1,8 @@
 """Whether the programs of all the node's ranks wait in their next call, before they make it.
 
-An asynchronous call that is made in the program's thread blocks the program. It may where all
-programs do so in it: another one may wait for this one's message before, or compute, while the
-thread that makes its call takes turns with it (Python's lock, 5 ms a turn).
+An asynchronous call that is made in the program's thread blocks the program. That is safe where all
+ranks' programs wait in this call: another one may first need a message that this program sends
+later. Or it computes, while the thread that makes its call waits for Python's lock (5 ms a turn).
 
 All ranks find the same, though each waits for a limited time. A rank that has seen all others wait
 commits itself, and looks once more. A rank that leaves stores so, and looks whether another has

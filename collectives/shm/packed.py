@@ -14,8 +14,8 @@ import numpy as np
 
 from collectives.reductions.buckets import Bucket
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
 from collectives.shm.layout import STAGE_BYTES
+from collectives.shm.parts import LINE_BYTES, bounds
 from collectives.shm.progress import ProgressCounters
 
 

@@ -12,8 +12,8 @@ from collectives.caching import LRU
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import DIRECT, NATIVE, STAGED
 from collectives.shm.addresses import NOWHERE, Addresses, AddressExchange, DataPath
-from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import PathTimes
+from collectives.shm.parts import Lengths
 from collectives.shm.zero_copy import ZeroCopyPath
 from collectives.transports.base import Native
 

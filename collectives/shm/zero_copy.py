@@ -15,10 +15,10 @@ import numpy as np
 from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.addresses import NOWHERE, Addresses
-from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shm.parts import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
-from collectives.transports.base import own_part
+from collectives.transports.parts import own_part
 
 # A block of the result stays in the core's own cache until it is stored everywhere.
 _BLOCK_BYTES = 128 << 10

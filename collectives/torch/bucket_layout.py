@@ -35,7 +35,6 @@ def make_buckets(
     compressed = isinstance(wire, CompressedReducer)
     closed: list[list[Member]] = []
     open_ones: dict[Any, tuple[list[Member], int]] = {}
-    buckets: list[Bucket] = []
     for position in reversed(range(len(members))):
         member = members[position]
         if position in sparse:
@@ -52,6 +51,7 @@ def make_buckets(
     closed.extend(group for group, _ in open_ones.values())
     what = f"gradients of reducer {next(_numbers.setdefault(comm, count()))}"
     make = CompressedBucket if compressed else DenseBucket
-    buckets.extend(make(comm, group, wire, what) for group in closed)
-    buckets.extend(SparseBucket(comm, members[position], what) for position in sorted(sparse))
-    return buckets
+    return [
+        *(make(comm, group, wire, what) for group in closed),
+        *(SparseBucket(comm, members[position], what) for position in sorted(sparse)),
+    ]

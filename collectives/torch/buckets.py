@@ -1,4 +1,4 @@
-"""Gradients in memory that is reduced as a whole: which parameters share a bucket, and its calls.
+"""Buckets of gradients, each reduced as a whole, and their calls.
 
 A dense bucket is one registered array, of which the gradients are views, so that no call copies
 them. Every rank makes the calls of all buckets in the order of the list.

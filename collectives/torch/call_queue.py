@@ -4,7 +4,7 @@ torch's programs may call a collective with `async_op=True` on one rank and with
 `Join` does: both kinds share one order and one communicator. A call that is waited for runs in the
 caller's thread where no other is pending; the others run on the group's own thread. There a brief
 call would take several times as long, so that it runs in the caller's thread too if the programs of
-all ranks soon wait in it: it then waits for none that may wait for this one, or computes.
+all ranks soon wait in it: then no program that the call waits for waits for this one, or computes.
 
 Calls on a GPU run in the caller's thread. They must be enqueued in the order of the program, those
 of several groups too: NCCL's kernels wait for each other. Over NCCL they are enqueued on a stream

@@ -20,8 +20,8 @@ def then_reduced(
 ) -> Callable[[], Any]:
     """The closure, after which `wait` reduces what its backwards have left to be reduced.
 
-    A call without a backward is no step without one, since a line search may compute losses alone;
-    unless it is the first one and `first_counts`.
+    A call that makes no backward is allowed, since a line search computes losses alone; except the
+    first call if `first_counts`.
     """
 
     def call() -> Any:

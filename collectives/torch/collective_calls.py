@@ -15,7 +15,7 @@ from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.reductions.reduction import Array
 from collectives.torch.reduce_ops import name_of, reduction
-from collectives.transports.base import parts_by_rank
+from collectives.transports.parts import parts_by_rank
 
 Tensors = Sequence[Any]
 

@@ -7,7 +7,7 @@ version 2.13 or after: both are there. A call takes torch's options; without any
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -27,8 +27,6 @@ from collectives.torch.messages import Messages
 from collectives.torch.names import Names
 from collectives.torch.untraced import untraced
 from collectives.torch.works import AllWorks, done, gpus_of
-
-Tensors = Sequence[Any]
 
 _c10d = dist.distributed_c10d
 AllreduceOptions = _c10d.AllreduceOptions

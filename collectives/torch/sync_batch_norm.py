@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         moments = _all_moments(input, comm)
         self._track(*(each.detach() for each in moments))
-        return self._normalized(input, *moments)
+        return self._normalized(input, *moments[1:])
 
     def _track(self, count: Any, mean: Any, variance: Any) -> None:
         """Update the running statistics; that of the variance is unbiased, as torch's."""
@@ -103,7 +103,7 @@ class SyncBatchNorm(_BatchNorm):
         for kept, new in ((self.running_mean, mean), (self.running_var, variance)):
             kept.copy_(torch.lerp(kept.to(new.dtype), new, momentum))
 
-    def _normalized(self, inputs: Any, count: Any, mean: Any, variance: Any) -> Any:
+    def _normalized(self, inputs: Any, mean: Any, variance: Any) -> Any:
         dtype = _dtype_within(inputs)
         scale = (variance + self.eps).rsqrt()
         if self.weight is not None:

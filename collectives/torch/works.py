@@ -113,13 +113,12 @@ class PendingWork(_OrderedWork):
             if future is not None:
                 self._complete(future)
         finally:
-            # After that, so that no callback which waits for the end is run here.
+            # `_finished` is set before the callbacks run: one of them may wait for this work.
             self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
         seconds = timeout.total_seconds() if timeout else 0
-        # A callback that waits, too, runs after the one and before the other.
         if not (self._finished or self._ended.wait(seconds if seconds > 0 else None)):
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
         if self._error is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -36,17 +36,6 @@ _NOTHING = memoryview(b"")
 
 ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 """Processors that make a thread's loads and stores visible in program order (TSO)."""
-
-
-def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
-    """A rank's part, as a view, of a buffer that holds one part for each rank."""
-    return whole[sum(lengths[:rank]) :][: lengths[rank]]
-
-
-def parts_by_rank(whole: Any, lengths: Sequence[int]) -> list[Any]:
-    """Every rank's part, as views, of a buffer that holds one part for each rank."""
-    ends = list(accumulate(lengths))
-    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 class ControlChannel(ABC):
@@ -298,3 +287,6 @@ class Transport(PointToPoint):
 
     wait_policy: WaitPolicy
     """How the transport waits; set by its user."""
+
+    watchdog: AbstractContextManager[None] = nullcontext()
+    """Around calls that block in a library: it ends the job after the deadline; set by its user."""

@@ -24,6 +24,7 @@ from collectives.transports.base import (
     Sending,
     Transport,
 )
+from collectives.transports.mpi_control import MpiControlChannel
 from collectives.transports.mpi_end import before_end
 from collectives.transports.mpi_mailbox import MpiMessageChannel, abandoned, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, other_tag, receive, send
@@ -35,7 +36,6 @@ from collectives.waiting.last_resort import abort
 from collectives.waiting.wait_policy import WaitPolicy, warn_once
 
 _EXCHANGE_TAG = 0
-_WORDS_TAG = LAST_TAG + 1
 _UNUSED_TAG = LAST_TAG + 3
 _NOTHING: Actions = iter(())
 
@@ -122,7 +122,7 @@ class MpiTransport(Transport):
 
     def open_control_channel(self) -> ControlChannel:
         """One message to every rank for each word."""
-        return _MpiControlChannel(self.comm)
+        return MpiControlChannel(self.comm)
 
     def open_neighbor_channel(self, target: int, source: int, nbytes: int) -> NeighborChannel:
         """Persistent requests."""
@@ -130,7 +130,8 @@ class MpiTransport(Transport):
 
     def open_message_channel(self) -> MessageChannel:
         """On a duplicate, so that another thread may use it."""
-        return MpiMessageChannel(self.comm.Dup())
+        with self.watchdog:
+            return MpiMessageChannel(self.comm.Dup())
 
     @property
     def fence(self) -> Callable[[], None] | None:  # type: ignore[override]  # known when it is asked for
@@ -164,7 +165,8 @@ class MpiTransport(Transport):
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         own_bytes = nbytes if self.rank in owners else 0
-        window = MPI.Win.Allocate_shared(own_bytes, 1, info, self.comm)
+        with self.watchdog:
+            window = MPI.Win.Allocate_shared(own_bytes, 1, info, self.comm)
         info.Free()
         # Access by load and store needs an epoch (MPI 4.1, 12.7).
         window.Lock_all(MPI.MODE_NOCHECK)
@@ -177,7 +179,8 @@ class MpiTransport(Transport):
         """Logical and over all ranks."""
         # MPI's calls for objects would hold Python's lock while they duplicate the communicator.
         result = np.array([value], np.intc)
-        self.comm.Allreduce(MPI.IN_PLACE, result, MPI.MIN)
+        with self.watchdog:
+            self.comm.Allreduce(MPI.IN_PLACE, result, MPI.MIN)
         return bool(result[0])
 
     def reserve(self, memory: memoryview) -> bool:
@@ -193,19 +196,22 @@ class MpiTransport(Transport):
         """Free the window."""
         window, _ = self._windows.pop(id(segments))
         window.Unlock_all()
-        window.Free()
+        with self.watchdog:
+            window.Free()
 
     def node_leader(self) -> int:
         """The lowest rank with which MPI can share memory (MPI_COMM_TYPE_SHARED)."""
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         leader = np.array([self.rank], np.intc)
-        node.Bcast(leader, root=0)
-        node.Free()
+        with self.watchdog:
+            node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            node.Bcast(leader, root=0)
+            node.Free()
         return int(leader[0])
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
         """By MPI_Comm_split."""
-        part: Any = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
+        with self.watchdog:
+            part: Any = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if part == MPI.COMM_NULL else MpiTransport(part, beside=self._beside)
 
     def begin_duplicate(self) -> Callable[[], Transport]:
@@ -213,7 +219,8 @@ class MpiTransport(Transport):
         twin, request = self.comm.Idup()
 
         def complete() -> Transport:
-            request.Wait()
+            with self.watchdog:
+                request.Wait()
             return MpiTransport(twin, beside=True)
 
         return complete
@@ -234,7 +241,8 @@ class MpiTransport(Transport):
     def close(self) -> None:
         """Free the communicator."""
         if self._comm is not None and not MPI.Is_finalized():
-            self._comm.Free()
+            with self.watchdog:
+                self._comm.Free()
         self._comm = None
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
@@ -253,44 +261,3 @@ def _windows_may_crash() -> bool:
     chosen = os.environ.get(_WINDOW_COMPONENTS, "")
     named = "ucx" in chosen.removeprefix("^").split(",")
     return not chosen or named != chosen.startswith("^")
-
-
-class _MpiControlChannel(ControlChannel):
-    """Words as messages of 8 bytes."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._words = [[0] * comm.size, [0] * comm.size]
-        self._peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        self._inbox = np.zeros(1, np.uint64)
-        self._status = MPI.Status()
-        self._sends: list[MPI.Request] = []
-
-    def post(self, word: int) -> None:
-        """Send the word; it is small enough to be sent eagerly unless the network is congested."""
-        own = np.array([word], np.uint64)
-        self._words[word & 1][self._comm.rank] = word
-        self._sends = [each for each in self._sends if not each.Test()]
-        self._sends += [
-            self._comm.Isend([own, MPI.UINT64_T], peer, _WORDS_TAG) for peer in self._peers
-        ]
-
-    def take(self) -> bool:
-        """Receive what has arrived. No receive stays posted, because it could not be cancelled."""
-        comm, status, found = self._comm, self._status, False
-        while comm.Iprobe(MPI.ANY_SOURCE, _WORDS_TAG, status):
-            source = status.Get_source()
-            comm.Recv([self._inbox, MPI.UINT64_T], source, _WORDS_TAG)
-            word, found = int(self._inbox[0]), True
-            self._words[word & 1][source] = word
-        return found
-
-    def of(self, number: int) -> list[int]:
-        """The words received last, and the own word."""
-        return self._words[number & 1]
-
-    def close(self) -> None:
-        """Free the requests: every rank has received what was sent, or never will."""
-        for request in self._sends:
-            request.Free()
-        self._sends = []

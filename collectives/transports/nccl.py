@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.transports.base import Native, PointToPoint, parts_by_rank
+from collectives.transports.base import Native, PointToPoint
 from collectives.transports.nccl_driver import NcclDriver, NcclError
+from collectives.transports.parts import parts_by_rank
 
 _BYTE = 1
 _SUM, _PRODUCT, _MAX, _MIN, _AVERAGE = range(5)

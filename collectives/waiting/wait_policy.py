@@ -90,7 +90,10 @@ class WaitPolicy:
 
     @contextmanager
     def no_longer_than(self, seconds: float | None) -> Iterator[None]:
-        """Within the context, a wait ends silently after `seconds`, if that is a number."""
+        """Within the context, a wait ends by an error without a text after `seconds`, if not None.
+
+        It is a DeadlineExceededError that is neither logged nor given to `before_raise`.
+        """
         self.limit = seconds
         try:
             yield

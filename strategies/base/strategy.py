@@ -210,8 +210,7 @@ class Strategy(Replication):
         contexts.require_cross_replica("Strategy.distribute", self)
         from strategies.torch.distribution import distribute
 
-        options = {"unused": unused, "weighted": weighted, "wire_dtype": wire_dtype}
-        distribute(self, model, optimizer, **options)
+        distribute(self, model, optimizer, unused=unused, weighted=weighted, wire_dtype=wire_dtype)
         return model, optimizer
 
     def gradients_of(self, model: Any) -> GradientReducer:

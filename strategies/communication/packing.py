@@ -15,6 +15,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
 from collectives.cuda.runtime import on_gpu
+from strategies.core import nest
 from strategies.core.values import Array
 
 _ON_HOSTS = frozenset({np.ndarray})
@@ -51,12 +52,12 @@ def reduce_apart(
     """Arrays on GPUs reduced there, by the communicator; those of the host by `of_hosts`."""
     if _ON_HOSTS.issuperset(map(type, arrays)):
         return list(of_hosts(list(arrays)))
-    places = [on_gpu(array) for array in arrays]
-    there = [array for array, place in zip(arrays, places, strict=True) if place]
-    here = [array for array, place in zip(arrays, places, strict=True) if not place]
-    reduced_there = iter(communicator.all_reduce_many(there, op) if there else ())
-    reduced_here = iter(of_hosts(here) if here or not there else ())
-    return [next(reduced_there if place else reduced_here) for place in places]
+    return nest.map_by_kind(
+        arrays,
+        lambda array: not on_gpu(array),
+        lambda there: communicator.all_reduce_many(there, op),
+        of_hosts,
+    )
 
 
 def reduce_packed(

@@ -16,7 +16,7 @@ from strategies.coordinator.values import RemoteValue
 from strategies.errors import CancelledError
 
 QUEUE_LIMIT = 256 * 1024
-"""As many closures wait at most; as TensorFlow's."""
+"""The most closures that are queued, as in TensorFlow."""
 
 
 class Closure:
@@ -48,7 +48,7 @@ class ClosureQueue:
         self._gate = threading.Lock()
 
     def put(self, closure: Closure) -> None:
-        """Queue a closure; waits while the queue is full. Raises the error that is yet to be."""
+        """Queue a closure; waits while the queue is full. Raises a pending error."""
         with self._gate, self._lock:
             self._room.wait_for(lambda: self._failed() or len(self._queued) < self._limit)
             self._raise_error()

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from collectives import Communicator
+from strategies.core import nest
 from strategies.core.options import ReduceOp
 from strategies.core.values import Array, as_array
 
@@ -106,9 +107,12 @@ def map_apart(
     of_slices: Callable[[IndexedSlices], Any],
 ) -> list[Any]:
     """Map all arrays together and each slices by itself; results in the order of the leaves."""
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, IndexedSlices)]
-    made = iter(of_arrays(arrays) if arrays else ())
-    return [of_slices(leaf) if isinstance(leaf, IndexedSlices) else next(made) for leaf in leaves]
+    return nest.map_by_kind(
+        leaves,
+        lambda leaf: isinstance(leaf, IndexedSlices),
+        of_arrays,
+        lambda slices: list(map(of_slices, slices)),
+    )
 
 
 def refuse_slices(leaves: Sequence[Any], what: str) -> None:

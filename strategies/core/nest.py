@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -31,6 +31,24 @@ def pack_like(nest: Any, flat: Iterable[Any]) -> Any:
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
     """A nest of the same structure with the function's results for leaves."""
     return pack_like(nest, [function(leaf) for leaf in leaves(nest)])
+
+
+def map_by_kind(
+    flat: Sequence[Any],
+    is_special: Callable[[Any], bool],
+    of_plain: Callable[[list[Any]], Iterable[Any]],
+    of_special: Callable[[list[Any]], Iterable[Any]],
+) -> list[Any]:
+    """The results of two functions, each called with all leaves of a kind, in the leaves' order.
+
+    Plain leaves come first. Neither function is called without leaves.
+    """
+    special = [is_special(leaf) for leaf in flat]
+    kinds = []
+    for wanted, function in ((False, of_plain), (True, of_special)):
+        found = [leaf for leaf, kind in zip(flat, special, strict=True) if kind is wanted]
+        kinds.append(iter(function(found) if found else ()))
+    return [next(kinds[kind]) for kind in special]
 
 
 def structure(nest: Any) -> str:

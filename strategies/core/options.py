@@ -16,7 +16,7 @@ from collectives.compression import parse
 from strategies.core.values import whole_number
 
 Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
-"""By an attribute's name what makes its value of a given one, or raises."""
+"""For each attribute, by name, a function that returns the checked value or raises."""
 
 
 def declared(kind: type) -> list[str]:

@@ -110,7 +110,7 @@ def cast(array: Any, dtype: Any) -> Array:
 
 
 def dtype_of_sum(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """In which values are added: float64 for integers and bool, float32 for 16-bit floats.
+    """The dtype of sums: float64 for integers and bool, float32 for 16-bit floats.
 
     Sums in narrower dtypes overflow.
     """

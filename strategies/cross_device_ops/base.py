@@ -49,7 +49,7 @@ class CrossDeviceOps:
 
     @property
     def communicator(self) -> Communicator:
-        """That of the strategy in force: the one that reduces, while it does."""
+        """The communicator of the strategy in force, which is the one that reduces."""
         return get_strategy().communicator
 
     def reduce(

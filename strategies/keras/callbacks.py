@@ -48,8 +48,10 @@ def callbacks_of_rank(training: Training, callbacks: Any) -> list[Any]:
     return [each for each in every if training.is_chief or not isinstance(each, ON_CHIEF)]
 
 
-def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any) -> list[Any]:
-    """The same with those that keep the ranks in step around them. Collective."""
+def callbacks_of_fit(
+    training: Training, statistics: RunningStatistics, callbacks: Any
+) -> list[Any]:
+    """This rank's callbacks, between two that keep the ranks in step. Collective."""
     own = callbacks_of_rank(training, callbacks)
     acts = any(_acts_on_batches(each) for each in own)
     saves = training.reduces or any(isinstance(each, _SAVERS) for each in own)
@@ -104,7 +106,7 @@ _FAILED = 2
 """In place of a rank's wish to stop: a callback that saves has failed."""
 
 
-class Statistics:
+class RunningStatistics:
     """Whether a model's moving statistics are the ranks' mean, or each rank's own.
 
     Under TensorFlow's LocalSGDStrategy its weights, too.
@@ -139,7 +141,7 @@ class Statistics:
 class _Average(keras.callbacks.Callback):
     """Precedes the callbacks that save the model."""
 
-    def __init__(self, training: Training, statistics: Statistics, saves: bool) -> None:
+    def __init__(self, training: Training, statistics: RunningStatistics, saves: bool) -> None:
         super().__init__()
         self._training, self._statistics, self._saves = training, statistics, saves
 
@@ -164,7 +166,7 @@ class _Average(keras.callbacks.Callback):
 class _EpochAgreement(keras.callbacks.Callback):
     """Follows the other callbacks: what one of them decides on a rank holds on all ranks."""
 
-    def __init__(self, training: Training, statistics: Statistics) -> None:
+    def __init__(self, training: Training, statistics: RunningStatistics) -> None:
         super().__init__()
         self._training, self._statistics = training, statistics
 

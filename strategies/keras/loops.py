@@ -14,12 +14,13 @@ from keras.src.trainers.data_adapters import array_slicing
 
 from strategies.core.same_error import call_on_all, refuse_differences
 from strategies.keras.callbacks import (
-    Statistics,
+    RunningStatistics,
     callbacks_of_fit,
     callbacks_of_rank,
     errors_kept,
 )
 from strategies.keras.data import (
+    Share,
     length_of,
     refuse_different_arrays,
     share_data,
@@ -32,13 +33,15 @@ from strategies.keras.training import Training
 
 Method = Callable[..., Any]
 
+_DATA = "x", "y", "sample_weight"
 
-class Loops:
+
+class LoopMethods:
     """The methods that replace a model's own."""
 
-    def __init__(self, model: Any, training: Training, statistics: Statistics) -> None:
-        self._model, self._training, self._statistics = model, training, statistics
-        self._kind = type(model)
+    def __init__(self, model: Any, training: Training) -> None:
+        self._model, self._training, self._kind = model, training, type(model)
+        self._statistics = RunningStatistics(training, model)
         self._shared = False
 
     def methods(self) -> dict[str, Method]:
@@ -50,19 +53,16 @@ class Loops:
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
-        given = _bound(keras.Model.fit, self._model, args, kwargs)
-        training = self._training
         self._statistics.average()  # of earlier calls of train_on_batch
-        self._compare("fit", given)
+        given, training = self._agreed_arguments("fit", args, kwargs), self._training
         seed = common_seed(training.communicator)
 
         def shared() -> tuple[Any, Any]:
             _split_validation(given)
             validation = self._validation(given, given["batch_size"])
-            data = _taken(given, "x", "y", "sample_weight")
-            options = _taken(given, "batch_size", "class_weight", "shuffle")
+            options = _taken(given, *_DATA, "batch_size", "class_weight", "shuffle")
             options["steps_per_epoch"] = given["steps_per_epoch"]
-            return share_data(training, *data, seed=seed, **options), validation
+            return share_data(training, **options, seed=seed), validation
 
         x, validation = call_on_all(training.communicator, "fit's data", shared)
         refuse_different_arrays(training.communicator, "fit", x, validation)
@@ -84,7 +84,7 @@ class Loops:
         self._statistics.average()
         if kwargs.get("_use_cached_eval_dataset"):
             return self._kind.evaluate(self._model, *args, **kwargs)
-        given = self._divided("evaluate", args, kwargs, "x", "y", "sample_weight")
+        given = self._divided("evaluate", args, kwargs, *_DATA)
         return self._kind.evaluate(self._model, **given)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,14 +129,11 @@ class Loops:
         return replica_seeds(self._training.communicator.rank)
 
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
-        given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
-        self._compare(name, given)
-        share = share_of(self._training)
-        data = _taken(given, "x", "y", "sample_weight")
-        x, y, sample_weight = share.cut(tuple(data))
-        self._training.rows_read = length_of(x)
+        given = self._agreed_arguments(name, args, kwargs)
+        data = share_of(self._training).cut(_taken(given, *_DATA))
+        self._training.rows_read = length_of(data["x"])
         as_dictionary = given.pop("return_dict")
-        given |= {"x": x, "y": y, "sample_weight": sample_weight, "return_dict": True}
+        given |= {**data, "return_dict": True}
         with errors_as_raised():
             logs = getattr(self._kind, name)(self._model, **given)
         logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
@@ -144,16 +141,12 @@ class Loops:
 
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
         """The arguments of a loop without training, with this rank's pieces."""
-        given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
-        self._compare(name, given)
-        arrays = _taken(given, *data)
-        options = {"batch_size": given.pop("batch_size"), "steps_per_epoch": given["steps"]}
-        options["most"] = self._read_by(given["steps"])
+        given = self._agreed_arguments(name, args, kwargs)
+        options = _taken(given, *data, "batch_size")
+        options |= {"steps_per_epoch": given["steps"], "most": self._read_by(given["steps"])}
         communicator = self._training.communicator
         x = call_on_all(
-            communicator,
-            f"{name}'s data",
-            lambda: share_data(self._training, *arrays, **options),
+            communicator, f"{name}'s data", lambda: share_data(self._training, **options)
         )
         refuse_different_arrays(communicator, name, x)
         callbacks = callbacks_of_rank(self._training, given["callbacks"])
@@ -180,8 +173,9 @@ class Loops:
     def _verbose(self, given: Mapping[str, Any]) -> Any:
         return given["verbose"] if self._training.is_chief else 0
 
-    def _compare(self, name: str, given: Mapping[str, Any]) -> None:
-        """ValueError on every rank where their arguments differ."""
+    def _agreed_arguments(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments of the method by name. ValueError on every rank where they differ."""
+        given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
         text = ", ".join(
             f"{key}={_description(value)}"
             for key, value in given.items()
@@ -193,6 +187,7 @@ class Loops:
             text,
             call=f"{name}, a call for every rank",
         )
+        return given
 
     def _build(self, pieces: Any) -> None:
         """Make the state the chief's before the first prediction, of a model that isn't built."""
@@ -207,13 +202,14 @@ class Loops:
         rows = np.ascontiguousarray(rows)
         communicator = self._training.communicator
         gathered = communicator.all_gather(rows)
-        order: list[list[int]] = [[] for _ in range(communicator.size)]
+        shares = [Share(rank, communicator.size) for rank in range(communicator.size)]
+        order: list[list[int]] = [[] for _ in shares]
         end = 0
         for length in lengths:
             if end == len(gathered):
                 break  # Keras has read a batch more than it used.
-            for rank, own in enumerate(order):
-                part = share_of(self._training)._replace(rank=rank).of(length)
+            for share, own in zip(shares, order, strict=True):
+                part = share.of(length)
                 own.extend(range(end + part.start, end + part.stop))
             end += length
         joined = np.empty_like(gathered)
@@ -251,10 +247,9 @@ def _bound(method: Method, model: Any, args: Any, kwargs: Any) -> dict[str, Any]
     return given
 
 
-def _taken(given: dict[str, Any], *names: str) -> Any:
-    """Arguments that are handed over in another way: a list of data, a dictionary of options."""
-    taken = {name: given.pop(name, None) for name in names}
-    return list(taken.values()) if names[0] == "x" else taken
+def _taken(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Remove arguments that are passed in another way."""
+    return {name: given.pop(name, None) for name in names}
 
 
 def _split_validation(given: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import keras
 
 from strategies.foreign.distributed import permit
-from strategies.keras.callbacks import Statistics
-from strategies.keras.loops import Loops
+from strategies.keras.loops import LoopMethods
 from strategies.keras.losses import check_losses, checked_loss
 from strategies.keras.optimizers import (
     optimizers_of,
@@ -57,17 +56,17 @@ def prepare(model: Any, training: Training) -> None:
         prepare(model, training)
         return result
 
-    loops = Loops(model, training, Statistics(training, model))
+    loops = LoopMethods(model, training)
     replaced = loops.methods() | _training_methods(model, training)
     if training.reduces:
         replaced |= _results(model, training) | steps_of(model, training)
         replaced |= checked_loss(model, training) | saving_of(model)
     else:
         from strategies.keras.tensorflow_predictions import PREDICTIONS, Predictions
-        from strategies.keras.tensorflow_steps import Steps, refuse_metrics_of_others
+        from strategies.keras.tensorflow_steps import StepMethods, refuse_metrics_of_others
 
         refuse_metrics_of_others(model, training)
-        replaced |= Steps(model, training).methods()
+        replaced |= StepMethods(model, training).methods()
         object.__setattr__(model, PREDICTIONS, Predictions(model, loops))
     reduce_gradients_of(model, training)
     for name, method in {**replaced, "compile": compile}.items():

@@ -6,16 +6,15 @@ divided by the number of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from strategies.core.nest import map_by_kind
 from strategies.keras.training import Training
-
-Sums = Callable[[Sequence[Any]], list[Any]]
 
 
 @dataclass
@@ -60,7 +59,9 @@ def _sums(replica: Any, gradients: Sequence[Any], of: Hashable) -> list[Any]:
     if of is None:
         totals: list[Any] = sums(gradients)
         return totals
-    return _apart(gradients, lambda dense: _dense_sums(replica, dense, None, of), sums)
+    return map_by_kind(
+        gradients, _is_slices, lambda dense: _dense_sums(replica, dense, None, of), sums
+    )
 
 
 def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any], of: Hashable) -> list[Any]:
@@ -70,22 +71,17 @@ def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any], of: Hasha
         there = tf.cast(step.rows > 0, tf.float32)
         totals = _sums(replica, [_product(each, there) for each in wide], of)
     else:
-        totals = _apart(
+        totals = map_by_kind(
             wide,
+            _is_slices,
             lambda dense: _dense_sums(replica, dense, step.rows, of),
             lambda slices: _slices_by_rows(replica, slices, step.rows),
         )
     return [tf.cast(total, each.dtype) for total, each in zip(totals, gradients, strict=True)]
 
 
-def _apart(gradients: Sequence[Any], dense_sums: Sums, slices_sums: Sums) -> list[Any]:
-    """The sums of tensors and of IndexedSlices, which are reduced apart, in the order given."""
-    sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
-    dense = [each for each, is_sparse in zip(gradients, sparse, strict=True) if not is_sparse]
-    slices = [each for each, is_sparse in zip(gradients, sparse, strict=True) if is_sparse]
-    sums = iter(dense_sums(dense) if dense else ())
-    rows = iter(slices_sums(slices) if slices else ())
-    return [next(rows if is_sparse else sums) for is_sparse in sparse]
+def _is_slices(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
 
 
 def _dense_sums(replica: Any, tensors: Sequence[Any], rows: Any, of: Hashable) -> list[Any]:
@@ -114,7 +110,7 @@ def _restore_statistics(strategy: Any, step: Step) -> None:
 
 def _product(gradient: Any, factor: Any) -> Any:
     """The gradient times a factor of which 0 gives 0 also for NaN."""
-    if isinstance(gradient, tf.IndexedSlices):
+    if _is_slices(gradient):
         values = _product(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))

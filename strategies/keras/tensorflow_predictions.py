@@ -15,8 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.model import Trainer
 
-from strategies.keras.callbacks import Statistics
-from strategies.keras.loops import Loops
+from strategies.keras.loops import LoopMethods
 from strategies.keras.tensorflow_steps import with_a_row
 from strategies.keras.training import Training
 
@@ -25,9 +24,9 @@ PREDICTIONS = "_predictions"
 
 
 class Predictions:
-    """Those of one model."""
+    """The predictions of one model."""
 
-    def __init__(self, model: Any, loops: Loops) -> None:
+    def __init__(self, model: Any, loops: LoopMethods) -> None:
         self._model, self._loops = model, loops
         self._function: Any = None
 
@@ -97,7 +96,7 @@ def install() -> None:
             return plain(model, x, *args, **kwargs)
         predictions = vars(model).get(PREDICTIONS)
         if predictions is None:
-            predictions = Predictions(model, Loops(model, training, Statistics(training, model)))
+            predictions = Predictions(model, LoopMethods(model, training))
             object.__setattr__(model, PREDICTIONS, predictions)
         return predictions.all_rows(plain, (_in_order(x), *args), kwargs)
 

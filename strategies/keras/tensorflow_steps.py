@@ -20,7 +20,7 @@ from strategies.keras.training import Training
 Method = Callable[..., Any]
 
 
-class Steps:
+class StepMethods:
     """Replacements of the model's steps, and of what Keras computes from their results."""
 
     def __init__(self, model: Any, training: Training) -> None:

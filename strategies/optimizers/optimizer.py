@@ -170,7 +170,7 @@ class Optimizer(ABC):
         return f"{self.rule}{''.join(given)}"
 
     def fusion_of(self, variables: Sequence[Variable]) -> Fusion | None:
-        """Where `gradient_views` of these variables lie, which are the same ones on all ranks."""
+        """The buffer of `gradient_views`, if it was made for exactly these variables; or None."""
         if self._fused is None:
             return None
         known, fusion = self._fused

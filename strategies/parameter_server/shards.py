@@ -16,7 +16,7 @@ from strategies.variables.scatter import scatter_sub
 
 
 @dataclass
-class OptimizerState:
+class ShardState:
     """One optimizer's state of one shard."""
 
     iteration: int = 0
@@ -30,7 +30,7 @@ class Shard:
         """`what` is its name in errors."""
         self._shared, self.what = shared, what
         self.value, self.address = shared.value, shared.address
-        self._states: dict[int, OptimizerState] = {}
+        self._states: dict[int, ShardState] = {}
 
     def change(self, worker: int, change: bytes, operands: Sequence[Array]) -> None:
         """Change the value by a function, given as a pickle."""
@@ -45,7 +45,7 @@ class Shard:
 
         The gradient is one array, or row numbers and the gradients of these rows.
         """
-        state = self._states.setdefault(optimizer, OptimizerState())
+        state = self._states.setdefault(optimizer, ShardState())
         with self._shared.changing(worker):
             rule: UpdateRule = pickle.loads(pickled)
             iteration = state.iteration + 1
@@ -70,15 +70,15 @@ class Shard:
         else:
             scatter_sub(self.value, summed.indices, step)
 
-    def state_of(self, optimizer: int) -> OptimizerState:
+    def state_of(self, optimizer: int) -> ShardState:
         """The optimizer's state; empty before its first update."""
-        return self._states.get(optimizer, OptimizerState())
+        return self._states.get(optimizer, ShardState())
 
     def set_state(
         self, worker: int, optimizer: int, slots: Slots, iteration: int, *, keep: bool
     ) -> None:
         """Set slots of an optimizer and its count, but for those that are there if `keep`."""
-        state = self._states.setdefault(optimizer, OptimizerState())
+        state = self._states.setdefault(optimizer, ShardState())
         with self._shared.changing(worker):
             state.iteration = max(iteration, state.iteration) if keep else iteration
             kept = state.slots if keep else {}

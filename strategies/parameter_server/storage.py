@@ -155,7 +155,7 @@ class SplitStorage(ServedStorage):
         ]
 
     def _owners(self, rows: Array) -> list[tuple[int, Array]]:
-        """Of each shard its first row, and the places of its rows among these."""
+        """For each shard: its first row, and the positions of its rows in `rows`."""
         owner = np.searchsorted(self.bounds, rows, side="right") - 1
         return [
             (first, np.flatnonzero(owner == number))

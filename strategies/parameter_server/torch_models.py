@@ -25,7 +25,7 @@ from strategies.parameter_server.worker import PARAMETER, Worker
 from strategies.replication.replication import Replication
 from strategies.torch.distribution import checked, refuse_apart, unknown_parameter
 from strategies.torch.lifetime import Lifetime
-from strategies.torch.steps import step_hooks
+from strategies.torch.steps import parameters_of, step_hooks
 
 
 class _Served(NamedTuple):
@@ -62,7 +62,7 @@ class _Hooks(NamedTuple):
 
 _models: list[_Model] = []
 _hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
-"""Of each optimizer, which may be given with several models: the last one counts."""
+"""The hooks of each optimizer. It may be given with several models: the last one counts."""
 
 
 class _Stepping(threading.local):
@@ -73,7 +73,7 @@ class _Stepping(threading.local):
 
 _stepping = _Stepping()
 _hooks_of_all: list[Any] = []
-"""That of the steps of all optimizers, once there is a model."""
+"""The hook of all optimizers' steps, once there is a model."""
 
 
 def distribute(
@@ -139,12 +139,11 @@ def _refuse_others(optimizer: Any, *_: Any) -> None:
     """ValueError for the step of an optimizer that was not given: no other worker would see it."""
     if _stepping.given:
         return
-    stepping = [each for group in optimizer.param_groups for each in group["params"]]
     given = _hooks.get(optimizer)
     for model in list(_models):
         if (given is not None and given.worker is model.worker) or model.worker.has_left:
             continue
-        if any(id(each) in model.served for each in stepping):
+        if any(id(each) in model.served for each in parameters_of(optimizer)):
             raise ValueError(
                 f"{type(optimizer).__name__} was not given to distribute with its model, whose"
                 " parameters lie on parameter servers: call distribute again, with it"
@@ -184,7 +183,7 @@ def _install(
     before: list[tuple[_Served, Array]] = []
 
     def before_step(stepping: Any, *_: Any) -> None:
-        trained = [each for group in stepping.param_groups for each in group["params"]]
+        trained = parameters_of(stepping)
         for parameter in trained:
             if id(parameter) not in served:
                 raise unknown_parameter(parameter)

@@ -224,9 +224,8 @@ def require_cross_replica(what: str, strategy: Replication | None = None) -> Non
 @contextmanager
 def scope_of(strategy: Replication) -> Iterator[None]:
     """A context in which the strategy is in force, for all replicas. Raises RuntimeError."""
-    require_cross_replica(
-        "Strategy.scope()", strategy
-    )  # it may be entered elsewhere than it was made
+    # It may be entered elsewhere than it was made.
+    require_cross_replica("Strategy.scope()", strategy)
     with entered(strategy, None), foreign_kept_out(strategy):
         yield
 

@@ -193,9 +193,9 @@ class Replication:
         """
         number, series = optimizer.iterations + 1, optimizer.series
         action, sums = optimizer.action, None
-        if series is not None and (series.owner is not self or series.next_step != number):
+        if series is None or series.owner is not self or series.next_step != number:
             series = None
-        if series is not None:
+        else:
             series.next_step = 0  # No step follows one that fails: numbers are compared anew.
         try:
             if series is None:
@@ -221,7 +221,7 @@ class Replication:
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> bool:
         """Whether one call of the communicator sums the gradients; the same on all ranks."""
-        plain = self.reduces_plainly and not self.compresses and not optimizer.fusion_of(variables)
+        plain = self.reduces_plainly and not optimizer.fusion_of(variables)
         return plain and _ON_HOSTS.issuperset(map(type, gradients))
 
     def _sums(

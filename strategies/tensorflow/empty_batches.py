@@ -37,6 +37,13 @@ class _Run(NamedTuple):
         return tf.reduce_max(tf.stack([tf.shape(each)[0] for each in self.rows])) == 0
 
 
+class _Runs(threading.local):
+    """This thread's runs, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Run] = []
+
+
 class EmptyBatches:
     """Whether the present `run` has such a batch: the first argument that has rows has none.
 
@@ -44,7 +51,7 @@ class EmptyBatches:
     """
 
     def __init__(self) -> None:
-        self._state = threading.local()
+        self._runs = _Runs()
         self._flag: Any = None
         """The variable, once a traced function reads it."""
 
@@ -52,31 +59,24 @@ class EmptyBatches:
     def run(self, arguments: Sequence[Any]) -> Iterator[None]:
         """The body of a `run` with these arguments."""
         run = _Run(current_graph(), _rows_of(arguments))
-        self._runs.append(run)
+        self._runs.stack.append(run)
         try:
             if self._flag is not None:
                 self._flag.assign(run.is_empty())
             yield
         finally:
-            self._runs.pop()
-
-    @property
-    def _runs(self) -> list[_Run]:
-        if not hasattr(self._state, "runs"):
-            self._state.runs = []
-        runs: list[_Run] = self._state.runs
-        return runs
+            self._runs.stack.pop()
 
     @property
     def graph_of_run(self) -> Any:
         """The graph in which this thread's `run` is called; None where there is none."""
-        return self._runs[-1].graph if self._runs else None
+        return self._runs.stack[-1].graph if self._runs.stack else None
 
     def is_empty(self) -> Any:
         """Whether the batch of this thread's run is empty: a bool or a tensor of the graph."""
-        if not self._runs:
+        if not self._runs.stack:
             return False
-        run, graph = self._runs[-1], current_graph()
+        run, graph = self._runs.stack[-1], current_graph()
         if graph is None or enclosing_function(graph) is enclosing_function(run.graph):
             return run.is_empty()
         if self._flag is None:
@@ -95,7 +95,7 @@ def zeros_for_nan(arrays: Sequence[Array]) -> list[Array]:
 
 
 def sums_of_batches(replication: Replication, own: Sequence[Array], is_empty: bool) -> list[Array]:
-    """The sums over the ranks, as many as if those counted whose batch has rows.
+    """The sums over the ranks, each scaled as if every rank counted.
 
     This rank's arrays that are NaN don't count if `is_empty`. Collective.
     """

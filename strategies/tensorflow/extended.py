@@ -152,7 +152,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         """The leaves reduced in one call, and with them the statistics that are due."""
         mean = reduce_op == reduce_util.ReduceOp.MEAN
         local = [local_value(each) for each in leaves]
-        if self._size == 1:
+        if self.is_alone:
             return local
         empty, options = self.empty_batches.is_empty(), _options(options)
         if mean:
@@ -171,7 +171,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         rows: their number, a tensor. None, of compressed gradients, for plain sums.
         of: the name of gradients that are compressed, as `CompressedReducer` has it.
         """
-        if self._size == 1:
+        if self.is_alone:
             return list(gradients)
 
         def reduce(values: Sequence[Any], statistics: Sequence[Any]) -> list[Any]:
@@ -193,12 +193,12 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
-        if self._size == 1:
+        if self.is_alone:
             return local_value(value)
         return self.operations.gather(local_value(value), axis, _options(options))
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        return tensor if self._size == 1 else self.operations.broadcast(local_value(tensor))
+        return tensor if self.is_alone else self.operations.broadcast(local_value(tensor))
 
     # Data.
 

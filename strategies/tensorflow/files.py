@@ -45,11 +45,11 @@ class Files(NamedTuple):
     several: bool
     """Whether the dataset has several sources."""
     any: bool
-    """Whether it would split anything."""
+    """Whether any source can be split."""
 
 
 def files_of(communicator: Communicator, dataset: Any) -> Files:
-    """Of all ranks' datasets, the least of each; several where any rank's has several sources."""
+    """The least of all ranks' datasets; `several` where any rank's has several sources."""
 
     def count() -> Files:
         sources = [each for each in chain(dataset) if not (each._inputs() or _names_of_files(each))]
@@ -87,7 +87,7 @@ def _reads_files(dataset: Any) -> bool:
 
 
 def _number_of(files: Any) -> int | None:
-    """How many different ones there are; None where to know it they would have to be read."""
+    """The number of distinct files; None if they would have to be read to count them."""
     while _kind_of(files) in _KEEPING:
         (files,) = files._inputs()
     count = int(files.cardinality())

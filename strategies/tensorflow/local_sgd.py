@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,8 +72,10 @@ class LocalSGDStrategy(Strategy):
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:
         """Call the function as this rank's replica; average where a round of steps ends."""
-        with self.scope(), self.extended.step():
-            return super().run(fn, args, kwargs, options)
+        with self.scope():
+            result = super().run(fn, args, kwargs, options)
+            self.extended.end_run()
+            return result
 
     def _make_extended(self, device: str) -> CollectiveExtended:
         return LocalExtended(self, self.array_strategy, device)
@@ -124,10 +126,8 @@ class LocalExtended(CollectiveExtended):
         if variable.trainable and variable.dtype.is_floating:
             self._outer.change(self.operations, variable, change)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """The body of a `run`, after which the step is counted if there was one."""
-        yield
+    def end_run(self) -> None:
+        """Count the step, if the `run` that ends had one."""
 
         def end() -> None:
             self._stepped.assign(False)

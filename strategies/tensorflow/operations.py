@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from strategies.core.nest import map_by_kind
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
 from strategies.tensorflow.empty_batches import sums_of_batches, zeros_for_nan
@@ -49,29 +50,23 @@ class Operations:
         empty: bool, or a tensor of one; whether this rank's batch has no rows: NaN of its values
             counts as zero, and its statistics that are NaN don't count.
         """
-        slices = [each for each in values if isinstance(each, tf.IndexedSlices)]
-        dense = [
-            tf.convert_to_tensor(each) for each in values if not isinstance(each, tf.IndexedSlices)
-        ]
-        dense_totals = iter(self._reduce_dense(dense, statistics, mean, options, empty))
-        slices_totals = iter(self._reduce_slices(slices, mean))
-        totals = [
-            next(slices_totals if isinstance(each, tf.IndexedSlices) else dense_totals)
-            for each in values
-        ]
-        return [*totals, *dense_totals]
+        return map_by_kind(
+            [*values, *statistics],
+            lambda each: isinstance(each, tf.IndexedSlices),
+            lambda dense: self._reduce_dense(dense, len(statistics), mean, options, empty),
+            lambda slices: self._reduce_slices(slices, mean),
+        )
 
     def _reduce_dense(
         self,
         values: Sequence[Any],
-        statistics: Sequence[Any],
+        statistics: int,
         mean: bool,
         options: CommunicationOptions | None,
         empty: Any,
     ) -> list[Any]:
-        tensors, count = [*values, *statistics], len(values)
-        if not tensors:
-            return []
+        """The last values are so many statistics."""
+        tensors, count = list(map(tf.convert_to_tensor, values)), len(values) - statistics
         for each in tensors:
             _refuse_strings("reduce", each)
 
@@ -128,8 +123,6 @@ class Operations:
         return self.execute(call, inputs, [each.shape for each in summed])
 
     def _reduce_slices(self, slices: Sequence[Any], mean: bool) -> list[Any]:
-        if not slices:
-            return []
         count = len(slices)
 
         def call(*arrays: Any) -> list[Any]:

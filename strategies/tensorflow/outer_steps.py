@@ -34,7 +34,7 @@ class AveragedVariable(ReplicatedVariable):
     """Whether it was changed outside of steps since the last averaging."""
 
     outer_copy: Any = None
-    """The TensorFlow variable by which that is done."""
+    """A TensorFlow variable by which changes outside of steps are applied to that value."""
 
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         """As of `tf.Variable`; outside of `run` the round began with this value."""

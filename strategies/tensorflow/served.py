@@ -48,7 +48,7 @@ class ServedVariable(ReplicatedVariable):
     exchange: Exchange
 
     chiefs_id: str | None = None
-    """On a worker that serves a chief: by which the chief's optimizers identify the variable."""
+    """On a worker that serves a chief: the id by which its optimizers know the variable."""
 
     is_assigned = False
     """Whether the last step's value counts, and not the sum of what steps have added."""

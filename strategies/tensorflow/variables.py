@@ -68,17 +68,14 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
         first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.keras_variable is not None and (none or first):
             caller = _assigning_module()
-            if caller.startswith("keras.src.optimizers") or (first and _is_keras(caller)):
-                return update_fn(self._primary, value, **kwargs)
-            if none and caller.startswith(_RECURRENT):
-                # Its state belongs to the replica's own rows.
-                return update_fn(self._primary, value, **kwargs)
-            if none and self.dtype.is_floating and not self._trained():
+            # An optimizer's state is equal, a recurrent layer's belongs to the replica's own rows.
+            of_state = caller.startswith(("keras.src.optimizers", _RECURRENT))
+            if none and self.dtype.is_floating and not of_state and not self._trained():
                 updated = update_fn(self._primary, value, **kwargs)
                 self.is_statistic = True
                 extended.statistic_changed(self)
                 return updated
-            if none and _is_keras(caller):
+            if caller.startswith("keras."):
                 return update_fn(self._primary, value, **kwargs)
         # Keras's assign_add is an assignment of the sum, which would be added up once more.
         keras_sum = self.keras_variable is not None and (
@@ -217,10 +214,6 @@ def summed_by_optimizer() -> bool:
 
 def _is_called_by(*names: str) -> bool:
     return any(frame.f_code.co_name in names for frame in callers())
-
-
-def _is_keras(module: str) -> bool:
-    return module.startswith("keras.")
 
 
 def callers() -> Iterator[FrameType]:

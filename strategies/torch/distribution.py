@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -23,7 +23,7 @@ from strategies.replication.replication import Replication
 from strategies.torch.lifetime import Lifetime
 from strategies.torch.mirroring import mirror_model, mirror_optimizers
 from strategies.torch.other_optimizers import OtherOptimizers
-from strategies.torch.steps import step_hooks
+from strategies.torch.steps import closure_of, parameters_of, step_hooks
 
 # Positions of an optimizer's parameters are shown, if the text has so many characters.
 _SHOWN = 60
@@ -74,7 +74,15 @@ _other_optimizers = OtherOptimizers(
 )
 
 
-def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any) -> None:
+def distribute(
+    strategy: Replication,
+    model: Any,
+    optimizer: Any,
+    *,
+    unused: Literal["error", "zeros"],
+    weighted: bool,
+    wire_dtype: Any,
+) -> None:
     """Make the ranks' parameters, buffers and optimizers equal, and install the hooks. Collective.
 
     It replaces earlier calls with this model, and with models that share a trained parameter.
@@ -84,13 +92,19 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     with PropagatedErrors(strategy.communicator, "distribute"):
         optimizers = checked(strategy, model, optimizer)
         if together:
-            refuse_apart(model, weighted=options.get("weighted", False))
+            refuse_apart(model, weighted=weighted)
         description = _description(model, optimizers)
     _close_earlier(model)
-    options |= {"sparse": _sparse_parameters(model)}
-    options |= {"compressed": strategy.compressed if together else None}
     with PropagatedErrors(strategy.communicator, "distribute"):
-        reducer = GradientReducer(communicator, model.named_parameters(), **options)
+        reducer = GradientReducer(
+            communicator,
+            model.named_parameters(),
+            unused=unused,
+            weighted=weighted,
+            wire_dtype=wire_dtype,
+            sparse=_sparse_parameters(model),
+            compressed=strategy.compressed if together else None,
+        )
     if not strategy.trains_alone:
         try:
             if together:
@@ -109,29 +123,34 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
             raise
 
     reducer.renewal = "call distribute again"
-
-    def before_step(stepping: Any, arguments: Any, named: Any) -> Any:
-        for group in stepping.param_groups:
-            if not reducer.has_all(group["params"]):
-                raise unknown_parameter(
-                    next(each for each in group["params"] if not reducer.has_all([each]))
-                )
-        closure = next(filter(callable, [*arguments[1:], named.get("closure")]), None)
-        # Backward runs in a closure later.
-        reducer.wait(None if closure else stepping)
-        if closure is None:
-            return None
-        zeros = options.get("unused") == "zeros"
-        reduced = then_reduced(closure, reducer.wait, stepping, first_counts=zeros)
-        folded = over_ranks(reduced, reducer.fold_number)
-        replaced = {key: folded if each is closure else each for key, each in named.items()}
-        return tuple(folded if each is closure else each for each in arguments), replaced
-
+    before_step = _before_step(reducer, first_counts=unused == "zeros")
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     if together:
         _other_optimizers.note(optimizers)
     _trainings.append(_Training(strategy, model, optimizers, reducer, hooks))
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+def _before_step(reducer: GradientReducer, *, first_counts: bool) -> Callable[..., Any]:
+    """The hook before an optimizer's step: it waits for the gradients, or a closure does."""
+
+    def before_step(stepping: Any, arguments: Any, named: Any) -> Any:
+        parameters = parameters_of(stepping)
+        if not reducer.has_all(parameters):
+            raise unknown_parameter(
+                next(each for each in parameters if not reducer.has_all([each]))
+            )
+        closure = closure_of(arguments, named)
+        # Backward runs in a closure later.
+        reducer.wait(None if closure else stepping)
+        if closure is None:
+            return None
+        reduced = then_reduced(closure, reducer.wait, stepping, first_counts=first_counts)
+        folded = over_ranks(reduced, reducer.fold_number)
+        replaced = {key: folded if each is closure else each for key, each in named.items()}
+        return tuple(folded if each is closure else each for each in arguments), replaced
+
+    return before_step
 
 
 def _description(model: Any, optimizers: Sequence[Any]) -> str:
@@ -233,10 +252,9 @@ def checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
         )
     known = {id(each) for each in model.parameters()}
     for each in optimizers:
-        for group in each.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise unknown_parameter(parameter)
+        for parameter in parameters_of(each):
+            if id(parameter) not in known:
+                raise unknown_parameter(parameter)
     return optimizers
 
 

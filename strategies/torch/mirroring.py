@@ -12,6 +12,7 @@ from collectives import Communicator
 from collectives.arrays.tensors import from_torch
 from strategies.core.same_error import PropagatedErrors
 from strategies.replication.replication import Replication
+from strategies.torch.steps import parameters_of
 
 
 def mirror_model(strategy: Replication, model: Any) -> None:
@@ -65,7 +66,7 @@ def _parameters(optimizer: Any) -> list[Any]:
     """In their order; none of an optimizer that keeps its state in another way than torch's."""
     if not isinstance(getattr(optimizer, "state", None), dict):
         return []
-    return [each for group in optimizer.param_groups for each in group["params"]]
+    return parameters_of(optimizer)
 
 
 def _packed(value: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives.torch.gradients import GradientReducer
+from strategies.torch.steps import closure_of, parameters_of
 
 log = logging.getLogger("strategies")
 
@@ -39,8 +40,7 @@ class OtherOptimizers:
         if optimizer in self._given or optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        closure = next(filter(callable, [*arguments[1:], named.get("closure")]), None)
-        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        closure, trained = closure_of(arguments, named), parameters_of(optimizer)
         for model, reducer in self._reducers():
             names = {id(each): name for name, each in model.named_parameters()}
             mine = [each for each in trained if id(each) in names]

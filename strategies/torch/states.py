@@ -19,6 +19,7 @@ from collectives.torch.parameters import is_reduced
 from strategies.core.values import Array
 from strategies.foreign.distributed import strategy_of
 from strategies.foreign.registry import framework_of
+from strategies.torch.steps import parameters_of
 
 _JSON = "json"
 _OPTIMIZER = "optimizer"
@@ -42,7 +43,7 @@ class TorchState:
             return False
         trained = self._parameters()
         if isinstance(self.owner, torch.optim.Optimizer):
-            trained = _parameters(self.owner)
+            trained = parameters_of(self.owner)
         if is_reduced(trained) or any(strategy_of(each) is not None for each in trained):
             return False
         # A process group may train it: not every parameter of DDP and FSDP can be recognized.
@@ -96,7 +97,7 @@ class TorchState:
         ]
         if sizes[0] != sizes[1]:
             return [f"groups of {sizes[0]} parameters, wanted {sizes[1]}"]
-        wanted = [tuple(each.shape) for each in _parameters(self.owner)]
+        wanted = [tuple(each.shape) for each in parameters_of(self.owner)]
         return [
             f"state of parameter {number} of shape {shape}, wanted {wanted[number]}"
             for number, shape in was["shapes"].items()
@@ -122,16 +123,11 @@ def _description(optimizer: Any) -> dict[str, Any]:
     """What a state must fit: the settings' names, and the shapes of parameters that have state."""
     shapes = {
         number: tuple(each.shape)
-        for number, each in enumerate(_parameters(optimizer))
+        for number, each in enumerate(parameters_of(optimizer))
         if each in optimizer.state
     }
     settings = sorted(optimizer.defaults)
     return {"class": type(optimizer).__name__, "settings": settings, "shapes": shapes}
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    """The parameters by their numbers in `state_dict`."""
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _state(tensors: Mapping[str, Array]) -> dict[str, Any]:

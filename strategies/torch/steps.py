@@ -1,4 +1,4 @@
-"""Hooks of an optimizer's steps, called once for each step of the program.
+"""An optimizer's parameters, and hooks that are called once for each step of the program.
 
 torch wraps `step` of each class that has had an instance. Where a subclass calls `super().step()`,
 two wrappers call the hooks.
@@ -7,12 +7,22 @@ two wrappers call the hooks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 _WRAPPER = "wrapper"
 _MODULE = "torch.optim.optimizer"
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """An optimizer's parameters, by their numbers in its `state_dict`."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def closure_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The closure among the arguments of a hook of `optimizer.step`, or None."""
+    return next(filter(callable, [*arguments[1:], named.get("closure")]), None)
 
 
 def step_hooks(

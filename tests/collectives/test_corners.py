@@ -174,7 +174,7 @@ def collectives_of(comm, **arguments):
 def test_tune_reaches_what_all_reduce_many_remembers(comm, monkeypatch, bucket_bytes):
     """On rank 0 the list is known, on rank 1 it is a new one every time."""
     slow = {"shared_bandwidth": 1e8, "shared_start": 3e-6, "shared_latency": 0.5e-6}
-    find = tuning.figures_for
+    find = tuning.parameters_for
     with collectives_of(comm, deadline=10) as other:
         arrays = [np.ones(30_000), np.ones(20_000)]
 
@@ -184,7 +184,9 @@ def test_tune_reaches_what_all_reduce_many_remembers(comm, monkeypatch, bucket_b
 
         for _ in range(4):
             reduce()
-        monkeypatch.setattr(tuning, "figures_for", lambda *a: dataclasses.replace(find(*a), **slow))
+        monkeypatch.setattr(
+            tuning, "parameters_for", lambda *a: dataclasses.replace(find(*a), **slow)
+        )
         other.tune(save=False)
         for _ in range(4):
             assert [each[0] for each in reduce()] == [2.0, 2.0]

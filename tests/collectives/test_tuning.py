@@ -291,7 +291,7 @@ def test_what_was_looked_up_before_is_forgotten(comm, made, monkeypatch):
     tuned = made()
     array = np.ones(1 << 10, np.float16)
     for kind in ("shared", "schedule"):
-        monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
+        monkeypatch.setattr(tuning, "parameters_for", lambda *_, kind=kind: preferring(kind))
         tuned.tune(save=False)
         for _ in range(2):
             tuned.all_reduce(array)
@@ -317,7 +317,7 @@ def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
     ways = {"native": {"native"}, "shared": messages if unshared else {"staged"}}
     handles = []
     for kind in kinds:
-        monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
+        monkeypatch.setattr(tuning, "parameters_for", lambda *_, kind=kind: preferring(kind))
         tuned.tune(save=False)
         handles += [tuned.all_reduce_async(np.ones(1 << 10)) for _ in range(2)]
     for handle in handles:

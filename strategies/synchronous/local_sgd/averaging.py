@@ -91,7 +91,7 @@ class Averaging:
                 self._outer.slots_of(value, ())
 
     def replace(self, value: ReplicaStorage, new: ReplicaStorage | None) -> None:
-        """The value's outer momentum is of use no longer; the new one has its place, if any has."""
+        """Drop the value's outer momentum; a new value takes over its number."""
         if self._outer is not None:
             self._outer.replace(value, new)
 
