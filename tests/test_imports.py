@@ -43,7 +43,7 @@ COLLECTIVES = {
     "diagnostics": {"bound", "calls", "consistency", "execution", "reductions", "schedules"}
     | {"shm", "transports"},
     "bound": {"algorithms", "arrays", "caching", "calls", "consistency", "cuda", "execution"}
-    | {"reductions", "schedules", "shm"},
+    | {"reductions", "schedules", "shm", "transports"},
     "calls": {"arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},

@@ -22,7 +22,7 @@ from collectives.shm import migratory
 from collectives.shm.addresses import FIRST_NUMBER, NOWHERE, Exchanged, Publish
 from collectives.shm.layout import ARRIVALS, ROW_BYTES
 from collectives.shm.node import Node
-from collectives.shm.parts import others
+from collectives.transports.parts import others
 
 # Rows of no bytes.
 _MANY = 1 << 40

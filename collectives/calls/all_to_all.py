@@ -31,7 +31,7 @@ from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
-from collectives.shm.parts import others, part_starts
+from collectives.transports.parts import others, part_starts
 
 # Alignment of the elements in bytes, sufficient for every dtype.
 _ALIGNMENT = 64

@@ -23,8 +23,7 @@ from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.gpu.stream_work import SideStream
 from collectives.reductions.reduction import Reduction
-from collectives.shm.parts import blocks_of
-from collectives.transports.parts import parts_by_rank
+from collectives.transports.parts import blocks_of, parts_by_rank
 
 ARENA_BYTES = 32 << 20
 """Per rank. A multiple of 2 MiB, CUDA's mapping granularity, so that nothing else is shared."""

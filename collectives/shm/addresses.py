@@ -17,9 +17,9 @@ from typing import Any
 
 from collectives.reductions.reduction import Array
 from collectives.shm.online_tuning import OnlineTuning
-from collectives.shm.parts import Lengths
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
+from collectives.transports.parts import Lengths
 
 _char_at: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 _address_of_char = ctypes.addressof

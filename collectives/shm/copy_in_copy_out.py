@@ -20,9 +20,15 @@ import numpy as np
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.migratory import take_lines
-from collectives.shm.parts import LINE_BYTES, Lengths, blocks_of, bounds, others
 from collectives.shm.progress import ProgressCounters
-from collectives.transports.parts import parts_by_rank
+from collectives.transports.parts import (
+    LINE_BYTES,
+    Lengths,
+    blocks_of,
+    bounds,
+    others,
+    parts_by_rank,
+)
 
 
 class CopyInCopyOut:

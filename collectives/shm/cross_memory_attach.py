@@ -14,9 +14,9 @@ import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.addresses import Addresses, address_of
-from collectives.shm.parts import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory
 from collectives.shm.progress import ProgressCounters
+from collectives.transports.parts import Lengths, blocks_of, bounds, others, part_starts
 
 # Data are folded while they are in the core's own cache.
 _BLOCK_BYTES = 512 << 10

@@ -13,9 +13,8 @@ from functools import partial
 import numpy as np
 
 from collectives.reductions.reduction import Action, Array
-from collectives.shm.parts import part_starts
 from collectives.shm.two_levels import Path, TwoLevels, beside
-from collectives.transports.parts import own_part, parts_by_rank
+from collectives.transports.parts import own_part, part_starts, parts_by_rank
 
 LEAST_PART = 1 << 18
 """Bytes of a rank's part, on average, from which on blocks are pipelined: waits cost more else."""

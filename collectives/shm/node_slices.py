@@ -11,10 +11,9 @@ from functools import lru_cache, partial
 
 from collectives.reductions.reduction import Array
 from collectives.schedules.schedule import split_lengths
-from collectives.shm.parts import blocks_of
 from collectives.shm.two_levels import TwoLevels, beside
 from collectives.transports.base import Actions
-from collectives.transports.parts import own_part
+from collectives.transports.parts import blocks_of, own_part
 
 CHUNK_BYTES = 1 << 19
 """Bytes of a chunk. Larger ones overlap less; smaller ones cost more waits."""

@@ -15,8 +15,8 @@ import numpy as np
 from collectives.reductions.buckets import Bucket
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.layout import STAGE_BYTES
-from collectives.shm.parts import LINE_BYTES, bounds
 from collectives.shm.progress import ProgressCounters
+from collectives.transports.parts import LINE_BYTES, bounds
 
 
 class Packed:

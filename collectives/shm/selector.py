@@ -13,9 +13,9 @@ from collectives.reductions.reduction import Array
 from collectives.schedules.paths import DIRECT, NATIVE, STAGED
 from collectives.shm.addresses import NOWHERE, Addresses, AddressExchange, DataPath
 from collectives.shm.online_tuning import PathTimes
-from collectives.shm.parts import Lengths
 from collectives.shm.zero_copy import ZeroCopyPath
 from collectives.transports.base import Native
+from collectives.transports.parts import Lengths
 
 LARGEST_NATIVE = (1 << 31) - 1
 """An MPI 3 library counts in 31 bits; our own paths have no such limit."""

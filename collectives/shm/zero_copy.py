@@ -15,10 +15,9 @@ import numpy as np
 from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.addresses import NOWHERE, Addresses
-from collectives.shm.parts import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
-from collectives.transports.parts import own_part
+from collectives.transports.parts import Lengths, blocks_of, bounds, others, own_part, part_starts
 
 # A block of the result stays in the core's own cache until it is stored everywhere.
 _BLOCK_BYTES = 128 << 10

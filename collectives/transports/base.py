@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -288,5 +288,5 @@ class Transport(PointToPoint):
     wait_policy: WaitPolicy
     """How the transport waits; set by its user."""
 
-    watchdog: AbstractContextManager[None] = nullcontext()
+    watchdog: AbstractContextManager[None]
     """Around calls that block in a library: it ends the job after the deadline; set by its user."""

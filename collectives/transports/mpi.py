@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -51,7 +52,7 @@ class MpiTransport(Transport):
         """`beside`: another thread uses it than the one that uses its original."""
         self._comm: MPI.Intracomm | None = owned
         self._beside = beside
-        self.wait_policy = WaitPolicy()
+        self.wait_policy, self.watchdog = WaitPolicy(), nullcontext()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -126,6 +126,8 @@ class RunningStatistics:
     def average(self) -> None:
         """Make them equal, unless nothing was trained since. Collective."""
         if self._differ and self._training.reduces:
+            if keras.config.backend() == "jax":
+                self._model.jax_state_sync()  # in an epoch the variables don't hold them
             average_statistics(self._training, self._model, self._starts)
         elif self._differ:
             self._training.owner.synchronize()
@@ -146,8 +148,7 @@ class _Average(keras.callbacks.Callback):
         self._training, self._statistics, self._saves = training, statistics, saves
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note that the epoch's steps change the statistics."""
-        self._statistics.train()
+        """Note that the ranks take steps until their data end."""
         self._training.in_epoch = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -178,7 +179,8 @@ class _EpochAgreement(keras.callbacks.Callback):
         self.model._initial_epoch = first
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Use the chief's learning rates."""
+        """Note that the epoch's steps change the statistics, and use the chief's learning rates."""
+        self._statistics.train()
         rates: Sequence[Any] = learning_rates(self.model)
         if rates:
             values = [float(copy_of(each)) for each in rates]
@@ -209,8 +211,17 @@ class _EpochAgreement(keras.callbacks.Callback):
 
 
 class _BatchAgreement(_EpochAgreement):
-    """The same after every step, for callbacks that may stop there."""
+    """The same around every step, for callbacks that may stop there, predict or evaluate."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note that the step changes statistics that a callback may have made equal."""
+        self._statistics.train()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop where a callback on any rank stops."""
+        self._statistics.train()
+        if keras.config.backend() == "jax":
+            from strategies.keras.jax_gradients import finish
+
+            finish(logs)
         self._agree_to_stop()

@@ -252,15 +252,18 @@ def share_data(
     options: `batch_size`, `class_weight` and `steps_per_epoch`, as of `fit`.
 
     Not collective. Raises as Keras does for data that it doesn't support; TypeError for
-    a dataset that a strategy has distributed already, and for sparse and ragged arrays.
+    a dataset that a strategy has distributed already, and for sparse and ragged arrays; ValueError
+    for arrays without rows.
     """
     if isinstance(x, DistributedDataset):
         raise TypeError(
             "x is a DistributedDataset: must be the dataset of global batches itself, since fit,"
             " evaluate and predict take each rank's piece of every batch"
         )
-    _refuse_without_rows(x, y, sample_weight)
+    _refuse_unsliceable(x, y, sample_weight)
     if not isinstance(x, DataAdapter) and can_convert_arrays((x, y, sample_weight)):
+        if length_of(x) == 0:
+            raise ValueError("the arrays have no rows: must have at least one")
         options["steps"] = options.pop("steps_per_epoch", None)
         return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)
     if isinstance(x, keras.utils.PyDataset) and shuffle and x.num_batches is not None:
@@ -271,7 +274,7 @@ def share_data(
     return Pieces(whole, training, most)
 
 
-def _refuse_without_rows(*arrays: Any) -> None:
+def _refuse_unsliceable(*arrays: Any) -> None:
     """TypeError for arrays whose rows can't be sliced: TensorFlow's of two kinds, and SciPy's."""
     for each in keras.tree.flatten(arrays):
         kind = type(each).__name__

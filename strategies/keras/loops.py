@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from strategies.keras.data import (
     share_of,
 )
 from strategies.keras.orders import common_seed
-from strategies.keras.seeds import replica_seeds
+from strategies.keras.state import divide_sums
 from strategies.keras.steps import row_of_zeros
 from strategies.keras.training import Training
 
@@ -42,7 +42,7 @@ class LoopMethods:
     def __init__(self, model: Any, training: Training) -> None:
         self._model, self._training, self._kind = model, training, type(model)
         self._statistics = RunningStatistics(training, model)
-        self._shared = False
+        self._shared = self._fits = False
 
     def methods(self) -> dict[str, Method]:
         """The replacements by name."""
@@ -69,11 +69,12 @@ class LoopMethods:
         callbacks = callbacks_of_fit(training, self._statistics, given["callbacks"])
         given |= {"x": x, "validation_data": validation, "callbacks": callbacks}
         given["verbose"] = self._verbose(given)
-        try:
-            with errors_as_raised(), self._own_seeds(), errors_kept(training, callbacks):
+        with training.outside_of_epoch(), errors_as_raised(), errors_kept(training, callbacks):
+            self._fits = True
+            try:
                 history = self._kind.fit(self._model, **given)
-        finally:
-            training.in_epoch = False
+            finally:
+                self._fits = False
         if not training.reduces:
             # Keras and callbacks may have set the weights to each rank's own after the last epoch.
             training.owner.synchronize()
@@ -85,7 +86,8 @@ class LoopMethods:
         if kwargs.get("_use_cached_eval_dataset"):
             return self._kind.evaluate(self._model, *args, **kwargs)
         given = self._divided("evaluate", args, kwargs, *_DATA)
-        return self._kind.evaluate(self._model, **given)
+        with self._within_epoch():
+            return self._kind.evaluate(self._model, **given)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `predict`: all rows, in their order, on every rank. Collective."""
@@ -105,8 +107,7 @@ class LoopMethods:
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `train_on_batch` on this rank's piece of a global batch. Collective."""
         self._statistics.train()
-        with self._own_seeds():
-            return self._on_batch("train_on_batch", args, kwargs)
+        return self._on_batch("train_on_batch", args, kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `test_on_batch` on this rank's piece of a global batch. Collective."""
@@ -122,11 +123,15 @@ class LoopMethods:
             self._shared = True
             self._statistics.broadcast()
 
-    def _own_seeds(self) -> AbstractContextManager[None]:
-        # With TensorFlow `run` has a context of this kind.
-        if keras.config.backend() == "tensorflow":
-            return nullcontext()
-        return replica_seeds(self._training.communicator.rank)
+    @contextmanager
+    def _within_epoch(self) -> Iterator[None]:
+        """A context for loops and steps that a callback may run within an epoch of `fit`."""
+        goes_on = self._fits and self._training.in_epoch
+        with self._training.outside_of_epoch():
+            yield
+        if goes_on and self._training.reduces:
+            # Keras adds to these metrics until the epoch ends.
+            divide_sums(self._training, self._model)
 
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
         given = self._agreed_arguments(name, args, kwargs)
@@ -134,9 +139,11 @@ class LoopMethods:
         self._training.rows_read = length_of(data["x"])
         as_dictionary = given.pop("return_dict")
         given |= {**data, "return_dict": True}
-        with errors_as_raised():
-            logs = getattr(self._kind, name)(self._model, **given)
-        logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
+        divide_sums(self._training, self._model)
+        with self._within_epoch():
+            with errors_as_raised():
+                logs = getattr(self._kind, name)(self._model, **given)
+            logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
         return logs if as_dictionary else self._model._flatten_metrics_in_order(logs)
 
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:

@@ -27,15 +27,17 @@ def saving_of(model: Any) -> dict[str, Callable[..., Any]]:
 def _replacing(model: Any, name: str) -> Callable[..., Any]:
     method = getattr(type(model), name)
 
-    def save(filepath: Any, *args: Any, **options: Any) -> Any:
+    def save(filepath: Any, overwrite: bool = True, *args: Any, **options: Any) -> Any:
         path = _local(filepath)
         suffix = next((each for each in _SUFFIXES[name] if str(path).endswith(each)), None)
-        if args or options or path is None or suffix is None or not path.parent.is_dir():
+        several = options.get("zipped") is False or options.get("max_shard_size") is not None
+        other = args or several or not overwrite
+        if other or path is None or suffix is None or not path.parent.is_dir():
             # Several files, a question of Keras's, another file system, or an error.
-            return method(model, filepath, *args, **options)
+            return method(model, filepath, overwrite, *args, **options)
         written = path.with_name(f".{uuid4().hex}{suffix}")
         try:
-            method(model, str(written))
+            method(model, str(written), **options)
             if path.exists():
                 shutil.copymode(path, written)
             written.replace(path)

@@ -152,10 +152,13 @@ def updated_metrics(model: Any) -> dict[str, Any]:
 
 
 def divide_sums(training: Training, model: Any) -> None:
-    """Where metrics were not reset, leave each rank a part of the sums, which count once."""
+    """Where metrics go on from sums of all ranks, leave each rank a part, so that they count once.
+
+    Not where they were reset.
+    """
     size, rank = training.communicator.size, training.communicator.rank
     for variable in model.metrics_variables:
-        total = vars(variable).get(_SUM)
+        total = vars(variable).pop(_SUM, None)
         if total is not None:
             value = copy_of(variable)
             kept = value == total

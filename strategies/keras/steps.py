@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from strategies.keras.data import length_of
+from strategies.keras.seeds import replica_seeds
 from strategies.keras.training import Training
 
 Step = Callable[..., Any]
@@ -24,10 +25,18 @@ def steps_of(model: Any, training: Training) -> dict[str, Step]:
     predict = _predict_in_jax if stateless else _predict
     kind = type(model)
     return {
-        "train_step": _counting(model, training, kind.train_step, train),
+        "train_step": _with_own_seeds(training, _counting(model, training, kind.train_step, train)),
         "test_step": _counting(model, training, kind.test_step, test),
         "predict_step": _counting(model, training, kind.predict_step, predict),
     }
+
+
+def _with_own_seeds(training: Training, step: Step) -> Step:
+    def seeded(*arguments: Any) -> Any:
+        with replica_seeds(training.communicator.rank):
+            return step(*arguments)
+
+    return seeded
 
 
 def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> Step:
@@ -58,7 +67,10 @@ def row_of_zeros(data: Any) -> Any:
 
 def _step(model: Any, step: Step, data: Any) -> Any:
     """Metrics and statistics stay as they were."""
-    variables = [*model.metrics_variables, *model.non_trainable_variables]
+    statistics = model.non_trainable_variables
+    of_weights = _of_weights(model)
+    statistics = [each for n, each in enumerate(statistics) if n not in of_weights]
+    variables = [*model.metrics_variables, *statistics]
     values = [keras.ops.copy(each.value) for each in variables]
     logs = step(model, data)
     for variable, value in zip(variables, values, strict=True):
@@ -66,13 +78,32 @@ def _step(model: Any, step: Step, data: Any) -> Any:
     return logs
 
 
+def _of_weights(model: Any) -> set[int]:
+    """The positions of non-trainable variables that follow from weights alone, not from rows.
+
+    The weights of the next step depend on them.
+    """
+    found = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.SpectralNormalization)
+        for variable in layer._non_trainable_variables
+    }
+    return {n for n, each in enumerate(model.non_trainable_variables) if id(each) in found}
+
+
 def _predict(model: Any, step: Step, data: Any) -> Any:
     return _no_rows(step(model, data))
 
 
 def _train_in_jax(model: Any, step: Step, state: Any, data: Any) -> Any:
-    logs, (trainable, _, optimizer, _) = step(model, state, data)
-    return logs, (trainable, state[1], optimizer, state[3])
+    logs, (trainable, statistics, optimizer, _) = step(model, state, data)
+    of_weights = _of_weights(model)
+    kept = [
+        new if n in of_weights else old
+        for n, (old, new) in enumerate(zip(state[1], statistics, strict=True))
+    ]
+    return logs, (trainable, kept, optimizer, state[3])
 
 
 def _test_in_jax(model: Any, step: Step, state: Any, data: Any) -> Any:

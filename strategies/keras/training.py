@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -75,6 +76,15 @@ class Training:
             raise raised_on_all(self._difference(number), self.communicator.rank)
         factor = weight * size / total if total else 0.0
         return factor, int(absent_anywhere)
+
+    @contextmanager
+    def outside_of_epoch(self) -> Iterator[None]:
+        """A context for calls that callbacks make within an epoch, which don't end it."""
+        within, self.in_epoch = self.in_epoch, False
+        try:
+            yield
+        finally:
+            self.in_epoch = within
 
     def end_epoch(self) -> None:
         """Raise ValueError on every rank where others have further batches. Collective."""

@@ -335,6 +335,100 @@ def moving_statistics_are_averaged():
     WORLD.barrier()
 
 
+class Calls(keras.callbacks.Callback):
+    """Calls a method of the model with the data: at the beginning of epochs, or within them."""
+
+    def __init__(self, name, *data, begins=False):
+        super().__init__()
+        self.call = lambda: getattr(self.model, name)(*data, verbose=0)
+        self.begins = begins
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.begins:
+            self.call()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and not self.begins:
+            self.call()
+
+
+@check
+def calls_within_an_epoch():
+    """Statistics are averaged again at its end, metrics go on, and its data may end early."""
+    _, together = compiled(normalized)
+    _, counting = compiled(counters)
+    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    for model in (together, counting):
+        model.fit(X, Y, callbacks=[Calls("predict", X[:5])], **how)
+        assert_same_everywhere(weights_of(model).tobytes())
+    assert {float(each) for each in counting.layers[0].counts if "sum" in each.name} == {1 + ROWS}
+    for begins in (True, False):
+        alone, together = compiled(metrics=["mae", "mse"])
+        trained(alone, together, X, Y, callbacks=[Calls("evaluate", X, Y, begins=begins)])
+
+    def some():
+        yield from (Batches()[index] for index in range(5 - (RANK == SIZE - 1)))
+
+    _, together = compiled()
+    raised_everywhere(
+        ValueError,
+        f"have a further batch, ranks [{SIZE - 1}] have none",
+        lambda: together.fit(some(), verbose=0, callbacks=[Calls("evaluate", X, Y)]),
+    )
+
+
+@check
+def random_numbers_of_data_and_callbacks():
+    """They are the same on all ranks, and as in one process: only steps draw their own."""
+    orders = []
+
+    def shuffled():
+        seed = keras.random.SeedGenerator(7)
+        for _ in range(EPOCHS):
+            order = keras.random.shuffle(np.arange(4 * BATCH), seed=seed)
+            orders.append(keras.ops.convert_to_numpy(order).tolist())
+            for rows in np.reshape(orders[-1], (4, BATCH)):
+                yield X[rows % ROWS], Y[rows % ROWS]
+
+    class Noise(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.seed = keras.random.SeedGenerator(epoch)
+
+        def on_epoch_end(self, epoch, logs=None):
+            kernel, *others = self.model.get_weights()
+            noise = keras.random.normal(kernel.shape, stddev=0.01, seed=self.seed)
+            self.model.set_weights([kernel + keras.ops.convert_to_numpy(noise), *others])
+
+    for model in compiled():
+        noise = [Noise()]
+        model.fit(shuffled(), steps_per_epoch=4, epochs=EPOCHS, verbose=0, callbacks=noise)
+    assert orders[:EPOCHS] == orders[EPOCHS:]
+
+
+@check
+def statistics_that_follow_from_weights():
+    """Those of SpectralNormalization change on a rank without rows, too."""
+
+    def spectral(seed):
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        inner = layers.SpectralNormalization(layers.Dense(4))
+        return keras.Sequential([keras.Input((6,)), inner, layers.Dense(1)])
+
+    class Uneven(keras.utils.PyDataset):
+        """The second batch has no row for the last rank."""
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            rows = slice(index, index + (SIZE - 1 if index == 1 else BATCH))
+            return X[rows], Y[rows]
+
+    alone, together = compiled(spectral)
+    trained(alone, together, Uneven(), batch_size=None)
+
+
 @check
 def an_optimizer_that_is_built_in_the_scope():
     """One of Nadam's variables counts as trainable, as a variable of no model would."""
@@ -547,9 +641,10 @@ def files_that_all_ranks_write():
     _, together = compiled()
     together.fit(X, Y, batch_size=BATCH, verbose=0)
     folder = directory()
-    for _ in range(10):
+    options = {"m.keras": {"include_optimizer": False}, "m.weights.h5": {"overwrite": True}}
+    for number in range(10):
         for save, name in ((together.save, "m.keras"), (together.save_weights, "m.weights.h5")):
-            save(folder / name)
+            save(folder / name, **options[name] if number % 2 else {})
             WORLD.barrier()
             if name == "m.keras":
                 read = keras.models.load_model(folder / name)
@@ -642,13 +737,14 @@ class Counters(keras.layers.Layer):
 KINDS = ("none", "sum", "mean", "only_first_replica")
 
 
+def counters(seed):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((6,)), Counters(), keras.layers.Dense(1)])
+
+
 @check
 def variables_of_layers_by_their_aggregation():
-    def counting(seed):
-        keras.utils.set_random_seed(seed)
-        return keras.Sequential([keras.Input((6,)), Counters(), keras.layers.Dense(1)])
-
-    alone, together = compiled(counting)
+    alone, together = compiled(counters)
     how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     for _ in range(2):
         for model in (alone, together):

@@ -18,6 +18,9 @@ QUICK = {
         "single_batches",
         "random_numbers_differ_by_rank",
         "moving_statistics_are_averaged",
+        "calls_within_an_epoch",
+        "random_numbers_of_data_and_callbacks",
+        "statistics_that_follow_from_weights",
         "callbacks_on_the_chief_and_everywhere",
         "a_stop_on_one_rank_within_an_epoch",
         "a_custom_step",
@@ -40,6 +43,7 @@ QUICK = {
     "jax": (
         "short_batches_and_validation",
         "random_numbers_differ_by_rank",
+        "calls_within_an_epoch",
         "two_optimizers_in_one_program",
         "all_reduce_of_pytrees",
         "errors_within_programs",
