@@ -34,7 +34,7 @@ COLLECTIVES = {
     "asynchronous": {"bound", "calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
     | {"reductions", "transports", "waiting"},
     "gpu": {"caching", "algorithms", "arrays", "bound", "calls", "consistency", "cuda", "errors"}
-    | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
+    | {"execution", "lifecycle", "reductions", "schedules", "transports"}
     | {"waiting"},
     "lifecycle": {"calls", "consistency", "errors", "execution", "launching", "shm"}
     | {"transports", "waiting"},

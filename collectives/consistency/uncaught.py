@@ -32,9 +32,6 @@ _FURTHER_HOP = 0.2
 # Whatever the program has put in place of sys.stderr.
 _STANDARD_ERROR = 2
 
-# Packages whose functions lie between those of this package.
-_PASSED_THROUGH = ("concurrent", "contextlib", "threading")
-
 _SHOWN_BY = "_collectives_shown_by"
 
 _ends_alone = False
@@ -157,7 +154,7 @@ def _show_in_one_piece(
     """
     report = traceback.TracebackException(kind, error, trace)
     if isinstance(error, CollectiveError):
-        inside = [is_inside(frame, _PASSED_THROUGH) for frame, _ in traceback.walk_tb(trace)]
+        inside = [is_inside(frame) for frame, _ in traceback.walk_tb(trace)]
         # Not where sys.tracebacklimit has shortened it.
         while len(report.stack) == len(inside) and inside[-1] and not all(inside):
             inside.pop()

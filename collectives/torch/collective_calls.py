@@ -14,7 +14,7 @@ from collectives.arrays.tensors import to_torch
 from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.reductions.reduction import Array
-from collectives.torch.reduce_ops import name_of, reduction
+from collectives.torch.reduce_ops import Reduction, name_of, reduction
 from collectives.transports.parts import parts_by_rank
 
 Tensors = Sequence[Any]
@@ -34,6 +34,22 @@ class CollectiveCalls:
         refuse_lazy(tensor)
         return tensor.detach()
 
+    def _target(self, tensor: Any) -> Any:
+        """As `_array`, of a tensor that is written."""
+        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} has several elements in one place, as"
+                " expand() makes them: a tensor that receives a result must have none"
+            )
+        return self._array(tensor)
+
+    def _reduction(self, tensor: Any, op: Any) -> Reduction:
+        """How the tensor is reduced; the ranks compare what the communicator's call doesn't."""
+        found = reduction(tensor, op, self.comm.size)
+        if found.what is not None:
+            self.comm.barrier(found.what)
+        return found
+
     def _flat(self, tensor: Any) -> Any:
         return self._array(tensor).reshape(-1)
 
@@ -48,11 +64,10 @@ class CollectiveCalls:
             if tensor.is_sparse:
                 self._all_reduce_sparse(tensor, op)
                 continue
-            reduced, name, finish = reduction(tensor, op, self.comm.size)
-            array = self._array(reduced)
-            self.comm.all_reduce(array, name, out=array)
-            if reduced is not tensor:
-                tensor.detach().copy_(reduced if finish is None else finish(reduced))
+            found = self._reduction(tensor, op)
+            array = self._target(found.tensor)
+            self.comm.all_reduce(array, found.op, out=array)
+            found.store_into(tensor)
 
     def all_reduce_many(self, tensors: Tensors, op: Any) -> None:
         """Reduce the tensors in place, in few messages."""
@@ -60,16 +75,17 @@ class CollectiveCalls:
         if len({each.op for each in known}) != 1:
             self.all_reduce(tensors, op)
             return
-        arrays = [self._array(each.tensor) for each in known]
-        self.comm.all_reduce_many(arrays, known[0].op, out=arrays)
-        for tensor, (reduced, _, finish) in zip(tensors, known, strict=True):
-            if reduced is not tensor:
-                tensor.detach().copy_(reduced if finish is None else finish(reduced))
+        arrays = [self._target(each.tensor) for each in known]
+        what = ", ".join(each.what for each in known if each.what is not None)
+        self.comm.all_reduce_many(arrays, known[0].op, out=arrays, what=what or None)
+        for tensor, each in zip(tensors, known, strict=True):
+            each.store_into(tensor)
 
     def _all_reduce_sparse(self, tensor: Any, op: Any) -> None:
         """The sum: all ranks' elements; those of equal indices are added."""
         if op.op != torch.distributed.ReduceOp.SUM:
             raise ValueError(f"{op.op}: only the sum of sparse tensors is supported")
+        self.comm.barrier(f"all_reduce of sparse tensors of shape {tuple(tensor.shape)}")
         part = tensor.detach().coalesce()
         # Kept until they are sent, as their arrays do not hold them.
         own_indices, own_values = part.indices().t().contiguous(), part.values().contiguous()
@@ -83,16 +99,18 @@ class CollectiveCalls:
         """Reduce each tensor into the root's."""
         on_root = self.comm.rank == root
         for tensor in tensors:
-            reduced, name, finish = reduction(tensor, op, self.comm.size)
-            array = self._array(reduced)
-            self.comm.reduce(array, name, root=root, out=array if on_root else None)
-            if on_root and reduced is not tensor:
-                tensor.detach().copy_(reduced if finish is None else finish(reduced))
+            found = self._reduction(tensor, op)
+            array = self._target(found.tensor) if on_root else self._array(found.tensor)
+            self.comm.reduce(array, found.op, root=root, out=array if on_root else None)
+            if on_root:
+                found.store_into(tensor)
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         """Copy the root's tensors into the others'."""
         for tensor in tensors:
-            self.comm.broadcast(self._array(tensor), root=root)
+            on_root = self.comm.rank == root
+            array = self._array(tensor) if on_root else self._target(tensor)
+            self.comm.broadcast(array, root=root)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> None:
         """Gather inputs[i] of rank r in outputs[i][r]; the ranks' tensors may differ in length."""
@@ -131,8 +149,13 @@ class CollectiveCalls:
             if len(set(lengths)) == 1:
                 self._reduce_scatter(output, flat, op)
             else:
-                self.all_reduce([flat], op)
                 own = flat.split(lengths)[self.comm.rank]
+                if own.numel() != output.numel():
+                    raise ValueError(
+                        f"reduce_scatter: this rank's input has {own.numel()} elements and the"
+                        f" output {output.numel()}: must have equally many"
+                    )
+                self.all_reduce([flat], op)
                 output.detach().copy_(own.reshape(output.shape))
 
     def reduce_scatter_single(self, outputs: Tensors, inputs: Tensors, op: Any) -> None:
@@ -146,13 +169,12 @@ class CollectiveCalls:
                 f"reduce_scatter: the input has {flat.numel()} elements and the output"
                 f" {output.numel()}: must be {self.comm.size} times as many"
             )
-        reduced, name, finish = reduction(flat, op, self.comm.size)
-        array = self._array(reduced)
-        if finish is None and output.is_contiguous():
-            self.comm.reduce_scatter(array, name, out=self._flat(output))
+        found = self._reduction(flat, op)
+        array = self._array(found.tensor)
+        if found.finish is None and output.is_contiguous():
+            self.comm.reduce_scatter(array, found.op, out=self._flat(output))
             return
-        own = _tensor(self.comm.reduce_scatter(array, name))
-        own = own if finish is None else finish(own)
+        own = found.result(_tensor(self.comm.reduce_scatter(array, found.op)))
         output.detach().copy_(own.reshape(output.shape))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, root: int) -> None:
@@ -211,7 +233,7 @@ class CollectiveCalls:
             raise ShapeMismatchError(
                 f"rank {peer} sent {count} elements: the output tensor holds {output.numel()}"
             )
-        target = self._array(output)
+        target = self._target(output)
         if stays_tensor(output) and not isinstance(block, torch.Tensor):
             block = like(output)(block)
         if block.dtype != target.dtype:

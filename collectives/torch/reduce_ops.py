@@ -41,6 +41,17 @@ class Reduction(NamedTuple):
     op: str
     finish: Callable[[Any], Any] | None = None
     """What turns a reduced tensor into the result, unless it is the result."""
+    what: str | None = None
+    """What the ranks must have in common, where tensor and op don't show it."""
+
+    def store_into(self, tensor: Any) -> None:
+        """Store the result, of the reduced tensor, in the given one."""
+        if self.tensor is not tensor:
+            tensor.detach().copy_(self.result(self.tensor))
+
+    def result(self, reduced: Any) -> Any:
+        """The result of a reduced tensor."""
+        return reduced if self.finish is None else self.finish(reduced)
 
 
 # By the number of the op, whose own hash takes longer.
@@ -60,18 +71,22 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     op that the dtype does not have.
     """
     kind, dtype = reduce_op.op, tensor.dtype
+    what = f"{kind.name} of {dtype}"
     if kind == ReduceOp.PREMUL_SUM:
         factor = reduce_op.__getstate__()[1]
         if isinstance(factor, torch.Tensor):
             # Of one element: it must not widen a tensor without axes.
             factor = factor.reshape(())
         product = tensor.to(_WIDE.get(dtype, dtype)) * factor
-        return reduction(product.to(dtype), ReduceOp(ReduceOp.SUM), size)
+        return reduction(product.to(dtype), ReduceOp(ReduceOp.SUM), size)._replace(what=what)
     if (known := name_of(kind, dtype)) is not None:
         return Reduction(tensor, known)
     name = NAMES[kind]
     if dtype in _WIDE:
-        return Reduction(tensor.to(_WIDE[dtype]), name, lambda reduced: reduced.to(dtype))
+        return Reduction(tensor.to(_WIDE[dtype]), name, lambda reduced: reduced.to(dtype), what)
+    if kind == ReduceOp.AVG and dtype == torch.bool:
+        # Truncated, too: the mean is 1 where all are.
+        return Reduction(tensor, "min", what=what)
     if kind == ReduceOp.AVG:
         # As NCCL: truncated.
         def divide(total: Any) -> Any:
@@ -81,5 +96,5 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
                 return torch.from_numpy(quotients).to(total.device)
             return total.div(size, rounding_mode="trunc").to(dtype)
 
-        return Reduction(tensor.clone(), "sum", divide)
+        return Reduction(tensor.clone(), "sum", divide, what)
     return Reduction(tensor, name)

@@ -47,8 +47,9 @@ _EARLY_SLEEP_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
 _LONGEST_SLEEP_IN_TRANSIT = 0.1e-3
 _PROGRESS_SECONDS = 0.3e-3
-# torch.distributed calls this package for the user.
+# Frameworks call this package for the user, and these packages of others lie in between.
 _PACKAGES = ("collectives", "strategies", "torch", "tensorflow", "keras", "jax")
+_PASSED_THROUGH = ("concurrent", "contextlib", "threading", "typing_extensions")
 
 Absent = Callable[[], dict[int, str]]
 """Returns the ranks that a wait still waits for, each with a note on its state."""
@@ -234,9 +235,9 @@ def _outside(frame: FrameType) -> FrameType:
     return frame
 
 
-def is_inside(frame: FrameType, others: tuple[str, ...] = ()) -> bool:
-    """Whether it runs code of these packages, a framework or `others`, and not the program's."""
-    return frame.f_globals.get("__name__", "").split(".")[0] in (*_PACKAGES, *others)
+def is_inside(frame: FrameType) -> bool:
+    """Whether it runs code of these packages, or of a framework, and not the program's."""
+    return frame.f_globals.get("__name__", "").split(".")[0] in (*_PACKAGES, *_PASSED_THROUGH)
 
 
 def check_deadline(deadline: float | None) -> float | None:

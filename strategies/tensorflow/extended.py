@@ -15,7 +15,9 @@ from tensorflow.python.distribute import (
     values,
 )
 
+from strategies.core.nest import structure
 from strategies.core.options import CommunicationOptions
+from strategies.core.same_error import PropagatedErrors
 from strategies.core.values import NOTHING
 from strategies.replication.replication import Replication
 from strategies.tensorflow import variables
@@ -142,25 +144,30 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         return distribute_lib.StrategyExtendedV2._local_results(self, value)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        leaves = tf.nest.flatten(value)
-        return tf.nest.pack_sequence_as(value, self._reduce_all(reduce_op, leaves, options))
+        leaves, text = tf.nest.flatten(value), structure(value)
+        # Positions in a list show in the tensors' shapes and their number, keys don't.
+        what = f"reduce of {text}" if "{" in text else None
+        reduced = self._reduce_all(reduce_op, leaves, options, what)
+        return tf.nest.pack_sequence_as(value, reduced)
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
         return self._reduce_all(reduce_op, [value for value, _ in pairs], options)
 
-    def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
+    def _reduce_all(
+        self, reduce_op: Any, leaves: Sequence[Any], options: Any, what: str | None = None
+    ) -> list[Any]:
         """The leaves reduced in one call, and with them the statistics that are due."""
         mean = reduce_op == reduce_util.ReduceOp.MEAN
-        local = [local_value(each) for each in leaves]
+        local = self._local("reduce", leaves)
         if self.is_alone:
             return local
         empty, options = self.empty_batches.is_empty(), _options(options)
         if mean:
-            return self.operations.reduce(local, mean, options, empty=empty)
+            return self.operations.reduce(local, mean, options, empty=empty, what=what)
         return self._with_statistics(
             local,
             lambda values, statistics: self.operations.reduce(
-                values, mean, options, statistics=statistics, empty=empty
+                values, mean, options, statistics=statistics, empty=empty, what=what
             ),
         )
 
@@ -193,9 +200,15 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
+        (local,) = self._local("gather", [value])
         if self.is_alone:
-            return local_value(value)
-        return self.operations.gather(local_value(value), axis, _options(options))
+            return local
+        return self.operations.gather(local, axis, _options(options))
+
+    def _local(self, call: str, given: Sequence[Any]) -> list[Any]:
+        """This process's components; an error of one rank's is raised on all."""
+        with PropagatedErrors(self.operations.communicator, call):
+            return [local_value(each) for each in given]
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         return tensor if self.is_alone else self.operations.broadcast(local_value(tensor))

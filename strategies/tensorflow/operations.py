@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from strategies.core.nest import map_by_kind
 from strategies.core.options import CommunicationOptions, ReduceOp
+from strategies.core.same_error import PropagatedErrors
 from strategies.replication.replication import Replication
 from strategies.tensorflow.empty_batches import sums_of_batches, zeros_for_nan
 from strategies.tensorflow.program_order import ProgramOrder
@@ -40,20 +41,22 @@ class Operations:
         *,
         statistics: Sequence[Any] = (),
         empty: Any = False,
+        what: str | None = None,
     ) -> list[Any]:
         """The values, tensors and IndexedSlices, reduced over the ranks in one call.
 
         Tensors of equal dtypes are fused. Slices are concatenated in rank order. The mean of
-        integers is float64.
+        integers of 32 and 64 bits is float64, of shorter ones float32, as TensorFlow's division.
 
         statistics: tensors of floats, whose results follow.
         empty: bool, or a tensor of one; whether this rank's batch has no rows: NaN of its values
             counts as zero, and its statistics that are NaN don't count.
+        what: a text that must be the same on all ranks.
         """
         return map_by_kind(
             [*values, *statistics],
             lambda each: isinstance(each, tf.IndexedSlices),
-            lambda dense: self._reduce_dense(dense, len(statistics), mean, options, empty),
+            lambda dense: self._reduce_dense(dense, len(statistics), mean, options, empty, what),
             lambda slices: self._reduce_slices(slices, mean),
         )
 
@@ -64,14 +67,18 @@ class Operations:
         mean: bool,
         options: CommunicationOptions | None,
         empty: Any,
+        what: str | None,
     ) -> list[Any]:
         """The last values are so many statistics."""
         tensors, count = list(map(tf.convert_to_tensor, values)), len(values) - statistics
-        for each in tensors:
-            _refuse_strings("reduce", each)
+        with PropagatedErrors(self.communicator, "reduce"):
+            for each in tensors:
+                _refuse_strings("reduce", each)
 
         def call(*given: Any) -> list[Any]:
             arrays, is_empty = list(given[: len(tensors)]), any(given[len(tensors) :])
+            if what is not None:
+                self.communicator.barrier(what)
             out = self._results.like(arrays)
             if is_empty:
                 arrays[:count] = zeros_for_nan(arrays[:count])
@@ -142,11 +149,12 @@ class Operations:
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """The ranks' tensors, joined along the axis in rank order. Lengths there may differ."""
         value = tf.convert_to_tensor(value)
-        _refuse_strings("gather", value)
         shape = value.shape
-        if shape.rank is not None:
-            if not -shape.rank <= axis < shape.rank:
+        with PropagatedErrors(self.communicator, "gather"):
+            _refuse_strings("gather", value)
+            if shape.rank is not None and not -shape.rank <= axis < shape.rank:
                 raise ValueError(f"gather: no axis {axis} in a tensor of shape {shape}")
+        if shape.rank is not None:
             place = axis % shape.rank
             shape = tf.TensorShape([*shape[:place], None, *shape[place + 1 :]])
         gather = partial(self.replication.all_gather, axis=axis, options=options)
@@ -185,7 +193,7 @@ def _refuse_strings(call: str, tensor: Any) -> None:
 
 
 def _divided(total: Any, count: int) -> Any:
-    """The mean; float64 for integers, as TensorFlow's is."""
+    """The mean; floats for integers, as TensorFlow's is."""
     return tf.math.truediv(total, tf.cast(count, total.dtype))
 
 

@@ -33,7 +33,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
     next epoch is stored, if the program sets epochs. The position is that of the iteration which
     began last: what a DataLoader has delivered, also of batches that its worker processes read
-    ahead. Once such an iteration has been left early it is not known, and a warning is logged.
+    ahead. It is not known once such an iteration has been left early, nor with `in_order=False`;
+    then a warning is logged.
     """
 
     def __init__(
@@ -116,11 +117,12 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
         epoch, position, last = self.epoch, self.position, self._last
-        if last is not None and last.was_left():
+        if last is not None and (reason := last.unknown(position)):
             log.warning(
-                "sampler: the iteration of epoch %d was left early, so that what its DataLoader has"
-                " delivered is not known: %d samples are saved as used",
+                "sampler: the iteration of epoch %d %s, so that what its DataLoader has delivered"
+                " is not known: %d samples are saved as used",
                 epoch,
+                reason,
                 position,
             )
         if self._counts_epochs and position >= len(self):
@@ -148,9 +150,14 @@ class _Iteration:
         self.start = self.taken = start
         self.loader, self.ended = loader, False
 
-    def was_left(self) -> bool:
-        """Whether it was left early, by a loader that has delivered less than it took."""
-        return self.loader is not None and self.loader() is None and not self.ended
+    def unknown(self, position: int) -> str:
+        """Why it is not known which samples were delivered, of those up to the position; or ""."""
+        if self.loader is None or (self.ended and position >= self.taken):
+            return ""
+        loader = self.loader()
+        if loader is None:
+            return "" if self.ended else "was left early"
+        return "" if getattr(loader, "_in_order", True) else "has a DataLoader with in_order=False"
 
 
 def _loader_above(frame: FrameType | None) -> weakref.ref[Any] | None:

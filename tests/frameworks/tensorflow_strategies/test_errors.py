@@ -34,6 +34,31 @@ def test_a_mismatch(tf, strategy, comm):
         looped()
 
 
+def test_a_mistake_of_one_rank(tf, strategy, comm):
+    """It is raised on all ranks: a nest of other keys would add up what doesn't belong together."""
+    odd, ones = comm.rank == 1, tf.ones([3])
+    calls = {
+        "reduce refused by TypeError": lambda: strategy.reduce(
+            "SUM", None if odd else ones, axis=None
+        ),
+        "dtype string": lambda: strategy.reduce(
+            "SUM", tf.constant("a") if odd else ones, axis=None
+        ),
+        "gather: no axis 3": lambda: strategy.gather(ones, axis=3 * odd),
+        r"reduce of \{'b': \*\}": lambda: strategy.reduce(
+            "SUM", {"b" if odd else "a": ones}, axis=None
+        ),
+        r"reduce of \[\{'b': \*\}\]": tf.function(
+            lambda: strategy.reduce("SUM", [{"b" if odd else "a": ones}], axis=None)
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises(collectives.MismatchError, match=text):
+            call()
+        total = strategy.reduce("SUM", {"a": ones, "b": [ones]}, axis=None)
+        np.testing.assert_array_equal(total["b"][0], [comm.size] * 3)
+
+
 def test_a_deadline(tf, strategy, comm):
     before = comm.deadline
     strategy.communicator.deadline = 1.0

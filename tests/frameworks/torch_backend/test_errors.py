@@ -42,6 +42,71 @@ MISMATCHES = {
 }
 
 
+# Rank 0's call and the others', which reduce the same tensors in the same way.
+AMONG_EQUAL_REDUCTIONS = {
+    "AVG of integers and SUM": lambda torch, dist, odd: (
+        torch.ones(4, dtype=torch.int32),
+        dist.ReduceOp.SUM if odd else dist.ReduceOp.AVG,
+    ),
+    "PREMUL_SUM and SUM": lambda torch, dist, odd: (
+        torch.ones(4),
+        dist.ReduceOp.SUM if odd else dist._make_nccl_premul_sum(2.0),
+    ),
+    "float8 and float32": lambda torch, dist, odd: (
+        torch.ones(4, dtype=torch.float32 if odd else torch.float8_e5m2),
+        dist.ReduceOp.SUM,
+    ),
+    "two kinds of float8": lambda torch, dist, odd: (
+        torch.ones(4, dtype=torch.float8_e4m3fn if odd else torch.float8_e5m2),
+        dist.ReduceOp.SUM,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("what", AMONG_EQUAL_REDUCTIONS)
+def test_mismatches_that_no_array_shows(torch, dist, comm, what):
+    tensor, op = AMONG_EQUAL_REDUCTIONS[what](torch, dist, comm.rank > 0)
+    part = tensor[:1].clone()
+    whole = tensor.repeat(comm.size)[: comm.size]
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(tensor, op),
+        "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([tensor], op),
+        "reduce": lambda: dist.reduce(tensor, 0, op),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, op),
+    }
+    for name, call in calls.items():
+        with pytest.raises(collectives.MismatchError) as caught:
+            call()
+        assert len(caught.value.calls) == comm.size, name
+        # torch wraps these calls in functions of other packages.
+        assert str(caught.value).count(f"({__file__}:") == comm.size, name
+
+
+def test_sparse_tensors_of_different_shapes(torch, dist, comm):
+    with pytest.raises(collectives.MismatchError, match="sparse tensors of shape"):
+        dist.all_reduce(torch.eye(2 + comm.rank).to_sparse())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tensors_that_receive_have_memory_for_each_element(torch, dist, comm):
+    def expanded():
+        return torch.ones(1).expand(4)
+
+    own = torch.arange(4.0)
+    calls = (
+        lambda: dist.all_reduce(expanded()),
+        lambda: dist.all_reduce_coalesced([expanded()]),
+        lambda: dist.all_gather([expanded() for _ in range(comm.size)], own),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="several elements in one place"):
+            call()
+    gathered = [torch.zeros(4) for _ in range(comm.size)]
+    dist.all_gather(gathered, expanded())
+    assert all(each.tolist() == [1.0] * 4 for each in gathered)
+
+
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_a_mismatch_is_raised_on_every_rank_and_the_group_goes_on(torch, dist, comm, what):
     call, kind = MISMATCHES[what]
@@ -167,6 +232,12 @@ def test_lists_of_another_length_are_refused_before_the_call(torch, dist, comm):
         with pytest.raises((ValueError, RuntimeError), match=text):
             call()
     assert not any(each.any() for each in few)
+
+
+def test_a_part_of_another_length(torch, dist, comm):
+    parts = [torch.ones(2 + (peer == 0)) for peer in range(comm.size)]
+    with pytest.raises(ValueError, match=r"this rank's input has \d elements and the output 5"):
+        dist.reduce_scatter(torch.zeros(5), parts)
 
 
 def test_a_wrong_list_of_the_root_is_refused_on_every_rank(torch, dist, comm):

@@ -98,6 +98,9 @@ def test_all_reduce_of_other_dtypes(torch, dist, comm, later):
     flag = torch.tensor([comm.rank == 0, True, False])
     call(dist.all_reduce, flag, dist.ReduceOp.MAX, later=later)
     assert flag.tolist() == [True, True, False]
+    flag = torch.tensor([comm.rank == 0, True, False])
+    call(dist.all_reduce, flag, dist.ReduceOp.AVG, later=later)  # truncated
+    assert flag.tolist() == [False, True, False]
 
 
 @BOTH

@@ -52,6 +52,17 @@ positions = [int(uneven.saved_tensors()["position"]) for _ in dropping]
 assert positions == [3 * size, 0], positions
 assert uneven.saved_tensors()["epoch"] == 1
 
+# Batches may come in another order than they were asked for.
+unordered = torch.utils.data.DataLoader(
+    range(10), 1, sampler=resumed, num_workers=1, in_order=False
+)
+resumed.set_epoch(0)
+for _ in unordered:
+    resumed.saved_tensors()
+assert all("in_order=False" in each for each in logged), logged
+assert len(logged) == len(whole) - 1, logged
+logged.clear()
+
 sampler.set_epoch(0)
 for _ in loader:
     break
