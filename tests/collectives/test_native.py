@@ -152,9 +152,19 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     assert "inside the MPI library for the deadline of 0.5 s" in ended.stderr
 
 
-def test_the_job_ends_where_a_rank_stops_in_a_split(launch):
-    """The others are inside of MPI, which makes the memory that the new ranks share."""
-    body = """
+# What rank 1 stops before, the call, and its name in the message.
+STOPS = {
+    "share": ("comm.split(0)", "the start of the communicator"),
+    "reserve": ("comm.zeros(9)", "empty(float32[9])"),
+    "free": ("comm.close()", "close()"),
+}
+
+
+@pytest.mark.parametrize("method", STOPS)
+def test_the_job_ends_where_a_rank_stops_inside_mpi(launch, method):
+    """The others are inside of MPI, which makes or frees memory that ranks share."""
+    call, name = STOPS[method]
+    body = f"""
     import time
     import collectives
     from collectives.transports.mpi import MpiTransport
@@ -162,12 +172,12 @@ def test_the_job_ends_where_a_rank_stops_in_a_split(launch):
 
     watchdog.GRACE_SECONDS = 0.2
     comm = collectives.world(deadline=0.5)
-    share = MpiTransport.share
+    stopped = MpiTransport.{method}
     if comm.rank == 1:
-        MpiTransport.share = lambda self, nbytes: (time.sleep(60), share(self, nbytes))[1]
-    comm.split(0)
+        MpiTransport.{method} = lambda self, given: (time.sleep(60), stopped(self, given))[1]
+    {call}
     """
     ended = launch(2, [sys.executable, "-c", textwrap.dedent(body)], timeout=50)
     assert ended.returncode != 0
-    expected = "rank 0: the start of the communicator, was inside the MPI library for the deadline"
-    assert expected in ended.stderr
+    assert f"rank 0: {name}" in ended.stderr
+    assert "was inside the MPI library for the deadline" in ended.stderr
