@@ -21,6 +21,8 @@ class Duplicate:
         self._engine, self._topology = engine, topology
         transport = engine.transport
         self.transport = transport.begin_duplicate()() if transport.threads else None
+        if self.transport is not None:
+            self.transport.watchdog = transport.watchdog  # of a thread, once there is one
         self.progress: ProgressThread | None = None
 
     def submit(self, operation: Operation) -> Handle[Any]:

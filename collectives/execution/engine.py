@@ -106,7 +106,7 @@ class Engine(CallScope):
         """Refuse every call, in a process that is forked off the rank."""
         # Another thread may have held it when the process was forked.
         self.lock, self.before_call = threading.RLock(), None
-        self.watchdog = Watchdog(self.wait_policy, self.end_job)
+        self.watchdog = self.transport.watchdog = Watchdog(self.wait_policy, self.end_job)
         self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
 
     def close(self) -> None:

@@ -35,8 +35,9 @@ class CollectiveCalls:
         return tensor.detach()
 
     def _target(self, tensor: Any) -> Any:
-        """As `_array`, of a tensor that is written."""
-        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        """As `_array`, of a tensor that is written on any rank."""
+        strided = tensor.layout == torch.strided and not tensor.is_contiguous()
+        if strided and torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} has several elements in one place, as"
                 " expand() makes them: a tensor that receives a result must have none"
@@ -64,9 +65,9 @@ class CollectiveCalls:
             if tensor.is_sparse:
                 self._all_reduce_sparse(tensor, op)
                 continue
-            found = self._reduction(tensor, op)
+            found = reduction(tensor, op, self.comm.size)
             array = self._target(found.tensor)
-            self.comm.all_reduce(array, found.op, out=array)
+            self.comm.all_reduce(array, found.op, out=array, what=found.what)
             found.store_into(tensor)
 
     def all_reduce_many(self, tensors: Tensors, op: Any) -> None:
@@ -100,7 +101,7 @@ class CollectiveCalls:
         on_root = self.comm.rank == root
         for tensor in tensors:
             found = self._reduction(tensor, op)
-            array = self._target(found.tensor) if on_root else self._array(found.tensor)
+            array = self._target(found.tensor)
             self.comm.reduce(array, found.op, root=root, out=array if on_root else None)
             if on_root:
                 found.store_into(tensor)
@@ -108,9 +109,7 @@ class CollectiveCalls:
     def broadcast(self, tensors: Tensors, root: int) -> None:
         """Copy the root's tensors into the others'."""
         for tensor in tensors:
-            on_root = self.comm.rank == root
-            array = self._array(tensor) if on_root else self._target(tensor)
-            self.comm.broadcast(array, root=root)
+            self.comm.broadcast(self._target(tensor), root=root)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> None:
         """Gather inputs[i] of rank r in outputs[i][r]; the ranks' tensors may differ in length."""

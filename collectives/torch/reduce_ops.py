@@ -71,6 +71,8 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     op that the dtype does not have.
     """
     kind, dtype = reduce_op.op, tensor.dtype
+    if (known := name_of(kind, dtype)) is not None:
+        return Reduction(tensor, known)
     what = f"{kind.name} of {dtype}"
     if kind == ReduceOp.PREMUL_SUM:
         factor = reduce_op.__getstate__()[1]
@@ -79,8 +81,6 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
             factor = factor.reshape(())
         product = tensor.to(_WIDE.get(dtype, dtype)) * factor
         return reduction(product.to(dtype), ReduceOp(ReduceOp.SUM), size)._replace(what=what)
-    if (known := name_of(kind, dtype)) is not None:
-        return Reduction(tensor, known)
     name = NAMES[kind]
     if dtype in _WIDE:
         return Reduction(tensor.to(_WIDE[dtype]), name, lambda reduced: reduced.to(dtype), what)

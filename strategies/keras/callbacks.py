@@ -124,7 +124,10 @@ class RunningStatistics:
         self._differ = True
 
     def average(self) -> None:
-        """Make them equal, unless nothing was trained since. Collective."""
+        """Make them equal, unless nothing was trained since. Collective.
+
+        Within an epoch its further steps change them.
+        """
         if self._differ and self._training.reduces:
             if keras.config.backend() == "jax":
                 self._model.jax_state_sync()  # in an epoch the variables don't hold them
@@ -132,6 +135,8 @@ class RunningStatistics:
         elif self._differ:
             self._training.owner.synchronize()
         self._differ = False
+        if self._training.in_epoch:
+            self.train()
 
     def broadcast(self) -> None:
         """Make the whole state the chief's. Collective."""
@@ -148,7 +153,8 @@ class _Average(keras.callbacks.Callback):
         self._training, self._statistics, self._saves = training, statistics, saves
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note that the ranks take steps until their data end."""
+        """Note that the epoch's steps change the statistics."""
+        self._statistics.train()
         self._training.in_epoch = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -179,8 +185,7 @@ class _EpochAgreement(keras.callbacks.Callback):
         self.model._initial_epoch = first
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note that the epoch's steps change the statistics, and use the chief's learning rates."""
-        self._statistics.train()
+        """Use the chief's learning rates."""
         rates: Sequence[Any] = learning_rates(self.model)
         if rates:
             values = [float(copy_of(each)) for each in rates]
@@ -211,15 +216,10 @@ class _EpochAgreement(keras.callbacks.Callback):
 
 
 class _BatchAgreement(_EpochAgreement):
-    """The same around every step, for callbacks that may stop there, predict or evaluate."""
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Note that the step changes statistics that a callback may have made equal."""
-        self._statistics.train()
+    """The same after every step, for callbacks that may stop there."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop where a callback on any rank stops."""
-        self._statistics.train()
         if keras.config.backend() == "jax":
             from strategies.keras.jax_gradients import finish
 

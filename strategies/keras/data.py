@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -25,6 +25,7 @@ from strategies.input import DistributedDataset
 from strategies.input.batches import digest_of
 from strategies.input.sources import shared_order
 from strategies.keras.orders import ShuffledPyDataset
+from strategies.keras.shares import Share, length_of, share_of
 from strategies.keras.training import Training
 
 log = logging.getLogger("strategies")
@@ -40,35 +41,6 @@ _DIFFERENT_BATCHES = (
 
 _COMPARED = 16
 """The number of rows that the ranks compare of arrays."""
-
-
-class Share(NamedTuple):
-    """Which rows of a global batch a rank gets."""
-
-    rank: int
-    size: int
-
-    def of(self, length: int) -> slice:
-        """The rows of a batch of that length."""
-        step = -(-length // self.size)
-        return slice(min(self.rank * step, length), min((self.rank + 1) * step, length))
-
-    def cut(self, batch: Any) -> Any:
-        """The rank's part of every array in a nest."""
-        rows = self.of(length_of(batch))
-        return keras.tree.map_structure(lambda each: None if each is None else each[rows], batch)
-
-
-def share_of(training: Training) -> Share:
-    """That of this rank: everything where batches are split elsewhere."""
-    if not training.reduces:
-        return Share(0, 1)
-    return Share(training.communicator.rank, training.communicator.size)
-
-
-def length_of(batch: Any) -> int:
-    """The number of rows of a nest of arrays."""
-    return int(next(each for each in keras.tree.flatten(batch) if each is not None).shape[0])
 
 
 class Pieces(DataAdapter):
@@ -262,7 +234,7 @@ def share_data(
         )
     _refuse_unsliceable(x, y, sample_weight)
     if not isinstance(x, DataAdapter) and can_convert_arrays((x, y, sample_weight)):
-        if length_of(x) == 0:
+        if any(np.shape(each)[:1] == (0,) for each in keras.tree.flatten(x)):
             raise ValueError("the arrays have no rows: must have at least one")
         options["steps"] = options.pop("steps_per_epoch", None)
         return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)

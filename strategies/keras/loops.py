@@ -19,14 +19,9 @@ from strategies.keras.callbacks import (
     callbacks_of_rank,
     errors_kept,
 )
-from strategies.keras.data import (
-    Share,
-    length_of,
-    refuse_different_arrays,
-    share_data,
-    share_of,
-)
+from strategies.keras.data import refuse_different_arrays, share_data
 from strategies.keras.orders import common_seed
+from strategies.keras.shares import Share, length_of, share_of
 from strategies.keras.state import divide_sums
 from strategies.keras.steps import row_of_zeros
 from strategies.keras.training import Training
@@ -43,6 +38,15 @@ class LoopMethods:
         self._model, self._training, self._kind = model, training, type(model)
         self._statistics = RunningStatistics(training, model)
         self._shared = self._fits = False
+
+    @classmethod
+    def of(cls, model: Any, training: Training) -> LoopMethods:
+        """Those of the model, which may be compiled again within `fit`."""
+        known = getattr(vars(model).get("fit"), "__self__", None)
+        if not (isinstance(known, cls) and known._training is training):
+            return cls(model, training)
+        known._shared = False
+        return known
 
     def methods(self) -> dict[str, Method]:
         """The replacements by name."""
@@ -69,12 +73,13 @@ class LoopMethods:
         callbacks = callbacks_of_fit(training, self._statistics, given["callbacks"])
         given |= {"x": x, "validation_data": validation, "callbacks": callbacks}
         given["verbose"] = self._verbose(given)
-        with training.outside_of_epoch(), errors_as_raised(), errors_kept(training, callbacks):
+        before = self._fits
+        with self._within_epoch(), errors_as_raised(), errors_kept(training, callbacks):
             self._fits = True
             try:
                 history = self._kind.fit(self._model, **given)
             finally:
-                self._fits = False
+                self._fits = before
         if not training.reduces:
             # Keras and callbacks may have set the weights to each rank's own after the last epoch.
             training.owner.synchronize()
@@ -85,24 +90,26 @@ class LoopMethods:
         self._statistics.average()
         if kwargs.get("_use_cached_eval_dataset"):
             return self._kind.evaluate(self._model, *args, **kwargs)
-        given = self._divided("evaluate", args, kwargs, *_DATA)
         with self._within_epoch():
+            given = self._divided("evaluate", args, kwargs, *_DATA)
             return self._kind.evaluate(self._model, **given)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `predict`: all rows, in their order, on every rank. Collective."""
-        given = self.of_prediction(args, kwargs)
         lengths: list[int] = []
+        given = self.of_prediction(args, kwargs)
         given["x"].lengths = lengths
-        if not self._shared:
-            self._build(given["x"])
-        outputs = self._kind.predict(self._model, **given)
+        with self._training.outside_of_epoch():
+            if not self._shared:
+                self._build(given["x"])
+            outputs = self._kind.predict(self._model, **given)
         return keras.tree.map_structure(lambda each: self._joined(each, lengths), outputs)
 
     def of_prediction(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of `predict`, with this rank's pieces. Collective."""
         self._statistics.average()
-        return self._divided("predict", args, kwargs, "x")
+        with self._training.outside_of_epoch():
+            return self._divided("predict", args, kwargs, "x")
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `train_on_batch` on this rank's piece of a global batch. Collective."""
@@ -135,12 +142,13 @@ class LoopMethods:
 
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
         given = self._agreed_arguments(name, args, kwargs)
-        data = share_of(self._training).cut(_taken(given, *_DATA))
-        self._training.rows_read = length_of(data["x"])
+        data = _taken(given, *_DATA)
+        pieces = share_of(self._training).cut(tuple(data.values()))
         as_dictionary = given.pop("return_dict")
-        given |= {**data, "return_dict": True}
+        given |= {**dict(zip(data, pieces, strict=True)), "return_dict": True}
         divide_sums(self._training, self._model)
         with self._within_epoch():
+            self._training.rows_read = length_of(pieces)
             with errors_as_raised():
                 logs = getattr(self._kind, name)(self._model, **given)
             logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))

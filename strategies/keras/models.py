@@ -56,7 +56,7 @@ def prepare(model: Any, training: Training) -> None:
         prepare(model, training)
         return result
 
-    loops = LoopMethods(model, training)
+    loops = LoopMethods.of(model, training)
     replaced = loops.methods() | _training_methods(model, training)
     if training.reduces:
         replaced |= _results(model, training) | steps_of(model, training)

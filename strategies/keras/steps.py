@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from strategies.keras.data import length_of
 from strategies.keras.seeds import replica_seeds
+from strategies.keras.shares import length_of
 from strategies.keras.training import Training
 
 Step = Callable[..., Any]

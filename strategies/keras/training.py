@@ -79,12 +79,13 @@ class Training:
 
     @contextmanager
     def outside_of_epoch(self) -> Iterator[None]:
-        """A context for calls that callbacks make within an epoch, which don't end it."""
-        within, self.in_epoch = self.in_epoch, False
+        """A context for calls that a program makes within an epoch, which don't end it."""
+        within, rows_read = self.in_epoch, self.rows_read
+        self.in_epoch = False
         try:
             yield
         finally:
-            self.in_epoch = within
+            self.in_epoch, self.rows_read = within, rows_read
 
     def end_epoch(self) -> None:
         """Raise ValueError on every rank where others have further batches. Collective."""

@@ -53,12 +53,23 @@ class Operations:
             counts as zero, and its statistics that are NaN don't count.
         what: a text that must be the same on all ranks.
         """
+        if what is not None:
+            self._compare(what)
         return map_by_kind(
             [*values, *statistics],
             lambda each: isinstance(each, tf.IndexedSlices),
-            lambda dense: self._reduce_dense(dense, len(statistics), mean, options, empty, what),
+            lambda dense: self._reduce_dense(dense, len(statistics), mean, options, empty),
             lambda slices: self._reduce_slices(slices, mean),
         )
+
+    def _compare(self, what: str) -> None:
+        """A MismatchError on every rank where the texts differ, before a call that may be none."""
+
+        def call(number: Any) -> list[Any]:
+            self.communicator.barrier(what)
+            return [number]
+
+        self.execute(call, [tf.constant(0)], [[]])
 
     def _reduce_dense(
         self,
@@ -67,7 +78,6 @@ class Operations:
         mean: bool,
         options: CommunicationOptions | None,
         empty: Any,
-        what: str | None,
     ) -> list[Any]:
         """The last values are so many statistics."""
         tensors, count = list(map(tf.convert_to_tensor, values)), len(values) - statistics
@@ -77,8 +87,6 @@ class Operations:
 
         def call(*given: Any) -> list[Any]:
             arrays, is_empty = list(given[: len(tensors)]), any(given[len(tensors) :])
-            if what is not None:
-                self.communicator.barrier(what)
             out = self._results.like(arrays)
             if is_empty:
                 arrays[:count] = zeros_for_nan(arrays[:count])

@@ -338,9 +338,9 @@ def moving_statistics_are_averaged():
 class Calls(keras.callbacks.Callback):
     """Calls a method of the model with the data: at the beginning of epochs, or within them."""
 
-    def __init__(self, name, *data, begins=False):
+    def __init__(self, name, *data, begins=False, **how):
         super().__init__()
-        self.call = lambda: getattr(self.model, name)(*data, verbose=0)
+        self.call = lambda: getattr(self.model, name)(*data, verbose=0, **how)
         self.begins = begins
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -362,9 +362,37 @@ def calls_within_an_epoch():
         model.fit(X, Y, callbacks=[Calls("predict", X[:5])], **how)
         assert_same_everywhere(weights_of(model).tobytes())
     assert {float(each) for each in counting.layers[0].counts if "sum" in each.name} == {1 + ROWS}
-    for begins in (True, False):
+    for calls in (
+        Calls("evaluate", X, Y, begins=True),
+        Calls("evaluate", X, Y),
+        Calls("fit", X, Y, shuffle=False),
+    ):
         alone, together = compiled(metrics=["mae", "mse"])
-        trained(alone, together, X, Y, callbacks=[Calls("evaluate", X, Y, begins=begins)])
+        trained(alone, together, X, Y, callbacks=[calls])
+
+    class Logs(keras.Sequential):
+        def train_step(self, *given):
+            logs, *state = super().train_step(*given), None
+            if BACKEND == "jax":
+                logs, *state = logs
+            logs = {**logs, "own": keras.ops.mean(given[-1][0])}
+            return (logs, *state) if BACKEND == "jax" else logs
+
+    def logging(seed):
+        keras.utils.set_random_seed(seed)
+        return Logs([keras.Input((6,)), keras.layers.Dense(1)])
+
+    trained(*compiled(logging), X, Y, callbacks=[Calls("predict", X[:1])])
+    if BACKEND == "torch":  # JAX has given the weights away while data are read
+
+        def predicting():
+            for index in range(5):
+                together.predict(X[:1], verbose=0)
+                yield Batches()[index]
+
+        _, together = compiled(normalized)
+        together.fit(predicting(), verbose=0)
+        assert_same_everywhere(weights_of(together).tobytes())
 
     def some():
         yield from (Batches()[index] for index in range(5 - (RANK == SIZE - 1)))
@@ -903,6 +931,9 @@ def errors_are_those_of_every_rank():
         "reduction='sum'",
         lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum")),
     )
+    for data, rows in (((X[:8], Y[:8], np.ones(4)), "equally many rows"), ((X[:0],), "no rows")):
+        kind = together.train_on_batch if len(data) == 3 else partial(together.predict, verbose=0)
+        raised_everywhere(ValueError, rows, partial(kind, *data))
     data = STRATEGY.experimental_distribute_dataset([(X, Y)])
     raised_everywhere(TypeError, "x is a DistributedDataset", lambda: together.fit(data))
     together.fit(X, Y, verbose=0)

@@ -44,6 +44,7 @@ QUICK = {
         "short_batches_and_validation",
         "random_numbers_differ_by_rank",
         "calls_within_an_epoch",
+        "statistics_that_follow_from_weights",
         "two_optimizers_in_one_program",
         "all_reduce_of_pytrees",
         "errors_within_programs",

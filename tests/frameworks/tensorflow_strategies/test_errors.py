@@ -48,6 +48,9 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         r"reduce of \{'b': \*\}": lambda: strategy.reduce(
             "SUM", {"b" if odd else "a": ones}, axis=None
         ),
+        r"reduce of \{'a': \*\}": lambda: strategy.reduce(
+            "SUM", {} if odd else {"a": tf.IndexedSlices(ones, tf.range(3))}, axis=None
+        ),
         r"reduce of \[\{'b': \*\}\]": tf.function(
             lambda: strategy.reduce("SUM", [{"b" if odd else "a": ones}], axis=None)
         ),

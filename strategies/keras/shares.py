@@ -1,0 +1,45 @@
+"""Which rows of a global batch a rank gets."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+
+from strategies.keras.training import Training
+
+
+class Share(NamedTuple):
+    """Which rows of a global batch a rank gets."""
+
+    rank: int
+    size: int
+
+    def of(self, length: int) -> slice:
+        """The rows of a batch of that length."""
+        step = -(-length // self.size)
+        return slice(min(self.rank * step, length), min((self.rank + 1) * step, length))
+
+    def cut(self, batch: Any) -> Any:
+        """The rank's part of every array in a nest. ValueError for different numbers of rows."""
+        rows = self.of(length_of(batch))
+        return keras.tree.map_structure(lambda each: None if each is None else each[rows], batch)
+
+
+def share_of(training: Training) -> Share:
+    """That of this rank: everything where batches are split elsewhere."""
+    if not training.reduces:
+        return Share(0, 1)
+    return Share(training.communicator.rank, training.communicator.size)
+
+
+def length_of(batch: Any) -> int:
+    """The number of rows of a nest of arrays. ValueError where they have different ones."""
+    arrays = [each for each in keras.tree.flatten(batch) if each is not None]
+    lengths = {int(each.shape[0]) for each in arrays}
+    if len(lengths) != 1:
+        shapes = ", ".join(str(tuple(each.shape)) for each in arrays)
+        raise ValueError(
+            f"the arrays of a batch have the shapes {shapes}: must have equally many rows"
+        )
+    return lengths.pop()
