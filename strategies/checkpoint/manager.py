@@ -72,7 +72,8 @@ class CheckpointManager:
     The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` are
     kept (None or 0: all). Only one program at a time may write to the directory. The constructor
     is collective: the arguments of rank 0 (under `ParameterServerStrategy` the chief) count, which
-    lists the directory. Raises ValueError for a negative `max_to_keep`, TypeError for no integer.
+    lists the directory. Raises ValueError for a negative `max_to_keep` or a name whose files
+    would not be found again (a leading dot, a slash at the end), TypeError for no integer.
     (https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager)
     """
 
@@ -89,6 +90,12 @@ class CheckpointManager:
             if max_to_keep is not None:
                 whole_number("max_to_keep", max_to_keep, 0)
             # The name may have folders.
+            last = os.path.basename(checkpoint_name)
+            if not last or last.startswith(".") or "\n" in last:
+                raise ValueError(
+                    f"checkpoint_name={checkpoint_name!r}: must end in the name of a file, without"
+                    " a leading dot or a line break: its files would not be found again"
+                )
             whole = Path(directory, checkpoint_name)
             steps = [
                 each.number

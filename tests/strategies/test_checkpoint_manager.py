@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,9 @@ def test_rank_0s_arguments_count(size, tmp_path):
         paths = [manager.save(7 - 4 * rank), manager.latest_checkpoint]
         refusal(ValueError, "step=6: must be at least 7", manager.save, 6 + rank)
         refusal(ValueError, "max_to_keep=-1", CheckpointManager, checkpoint, tmp_path, rank - 1)
+        for lost in ("", ".run", "run/", "run/..", "a\nb"):
+            make = partial(CheckpointManager, checkpoint, tmp_path, checkpoint_name=lost)
+            refusal(ValueError, "must end in the name of a file", make)
         return [*paths, manager.save(8), *manager.checkpoints]
 
     expected = [str(tmp_path / f"of_0-{step}.safetensors") for step in (7, 7, 8, 8)]
