@@ -53,12 +53,25 @@ class Operations:
             counts as zero, and its statistics that are NaN don't count.
         what: a text that must be the same on all ranks.
         """
+        # Of others the sum is divided here: the call doesn't show that it is a mean.
+        by_mean = mean and not statistics and all(map(_is_dense_of_floats, values))
+        if mean and not statistics and not by_mean:
+            what = f"MEAN of {what or 'integers or IndexedSlices'}"
         if what is not None:
             self._compare(what)
+        op = ReduceOp.MEAN if by_mean else ReduceOp.SUM
+
+        def reduce_dense(dense: Sequence[Any]) -> list[Any]:
+            totals = self._reduce_dense(dense, len(statistics), op, options, empty)
+            divides = mean and not by_mean
+            return (
+                [_divided(each, self.communicator.size) for each in totals] if divides else totals
+            )
+
         return map_by_kind(
             [*values, *statistics],
             lambda each: isinstance(each, tf.IndexedSlices),
-            lambda dense: self._reduce_dense(dense, len(statistics), mean, options, empty),
+            reduce_dense,
             lambda slices: self._reduce_slices(slices, mean),
         )
 
@@ -75,7 +88,7 @@ class Operations:
         self,
         values: Sequence[Any],
         statistics: int,
-        mean: bool,
+        op: ReduceOp,
         options: CommunicationOptions | None,
         empty: Any,
     ) -> list[Any]:
@@ -90,15 +103,14 @@ class Operations:
             out = self._results.like(arrays)
             if is_empty:
                 arrays[:count] = zeros_for_nan(arrays[:count])
-            totals = self.replication.all_reduce_arrays(arrays, ReduceOp.SUM, options, out=out)
+            totals = self.replication.all_reduce_arrays(arrays, op, options, out=out)
             if any(np.isnan(each).any() for each in totals[count:]):
                 totals[count:] = sums_of_batches(self.replication, arrays[count:], is_empty)
             return totals
 
         # Most programs know it while they are traced: the operation needs no input for it.
         inputs = tensors if empty is False else [*tensors, tf.convert_to_tensor(empty)]
-        totals = self.execute(call, inputs, [each.shape for each in tensors])
-        return [_divided(each, self.communicator.size) for each in totals] if mean else totals
+        return self.execute(call, inputs, [each.shape for each in tensors])
 
     def sums_by_rows(self, tensors: Sequence[Any], others: Sequence[Any], rows: Any) -> list[Any]:
         """Sums over the ranks in one call: of tensors as `RowWeights` does it, and of others.
@@ -189,6 +201,13 @@ class Operations:
     def _execute_one(self, call: Callable[[Any], Any], value: Any, shape: Any) -> Any:
         """Call a function of one array with a tensor; its result, of that shape."""
         return self.execute(lambda array: [call(array)], [value], [shape])[0]
+
+
+def _is_dense_of_floats(value: Any) -> bool:
+    if isinstance(value, tf.IndexedSlices):
+        return False
+    dtype = tf.convert_to_tensor(value).dtype
+    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def _refuse_strings(call: str, tensor: Any) -> None:

@@ -48,6 +48,10 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         r"reduce of \{'b': \*\}": lambda: strategy.reduce(
             "SUM", {"b" if odd else "a": ones}, axis=None
         ),
+        r"mean|MEAN": lambda: strategy.reduce("MEAN" if odd else "SUM", ones, axis=None),
+        r"MEAN of integers": lambda: strategy.reduce(
+            "MEAN" if odd else "SUM", tf.ones([3], tf.int32), axis=None
+        ),
         r"reduce of \{'a': \*\}": lambda: strategy.reduce(
             "SUM", {} if odd else {"a": tf.IndexedSlices(ones, tf.range(3))}, axis=None
         ),
