@@ -22,6 +22,7 @@ NEEDS = {
     "MPI": {
         "bench.peers.mpi",
         "collectives.transports.mpi",
+        "collectives.transports.mpi_control",
         "collectives.transports.mpi_end",
         "collectives.transports.mpi_mailbox",
         "collectives.transports.mpi_messages",
@@ -51,7 +52,8 @@ NEEDS = {
             f"strategies.keras.{each}"
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
-        *(f"strategies.keras.{each}" for each in ("saving", "scope", "seeds", "state", "steps")),
+        *(f"strategies.keras.{each}" for each in ("saving", "scope", "seeds", "shares", "state")),
+        "strategies.keras.steps",
         *(
             f"strategies.keras.tensorflow_{each}"
             for each in ("compile", "data", "predictions", "steps")

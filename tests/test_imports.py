@@ -201,6 +201,7 @@ LAZY = {
         "strategies/keras/saving.py",
         "strategies/keras/scope.py",
         "strategies/keras/seeds.py",
+        "strategies/keras/shares.py",
         "strategies/keras/state.py",
         "strategies/keras/steps.py",
         "strategies/keras/tensorflow_data.py",
