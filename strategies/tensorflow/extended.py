@@ -35,6 +35,11 @@ _log = logging.getLogger("strategies")
 class ReplicaContext(distribute_lib.ReplicaContext):
     """The context of this process's replica."""
 
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """As TensorFlow's, of nests whose keys the ranks compare."""
+        self._strategy.extended.compare_keys(value)
+        return super().all_reduce(reduce_op, value, options)
+
     @property
     def devices(self) -> tuple[str, ...]:
         """The replica's device."""
@@ -144,18 +149,20 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         return distribute_lib.StrategyExtendedV2._local_results(self, value)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        leaves, text = tf.nest.flatten(value), structure(value)
-        # Positions in a list show in the tensors' shapes and their number, keys don't.
-        what = f"reduce of {text}" if "{" in text else None
-        reduced = self._reduce_all(reduce_op, leaves, options, what)
-        return tf.nest.pack_sequence_as(value, reduced)
+        self.compare_keys(value)
+        leaves = tf.nest.flatten(value)
+        return tf.nest.pack_sequence_as(value, self._reduce_all(reduce_op, leaves, options))
+
+    def compare_keys(self, value: Any) -> None:
+        """A MismatchError on every rank where the nests' keys differ, which no tensor shows."""
+        text = structure(value)
+        if "{" in text and not self.is_alone:
+            self.operations.compare(f"reduce of {text}")
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
         return self._reduce_all(reduce_op, [value for value, _ in pairs], options)
 
-    def _reduce_all(
-        self, reduce_op: Any, leaves: Sequence[Any], options: Any, what: str | None = None
-    ) -> list[Any]:
+    def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
         """The leaves reduced in one call, and with them the statistics that are due."""
         mean = reduce_op == reduce_util.ReduceOp.MEAN
         local = self._local("reduce", leaves)
@@ -163,11 +170,11 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
             return local
         empty, options = self.empty_batches.is_empty(), _options(options)
         if mean:
-            return self.operations.reduce(local, mean, options, empty=empty, what=what)
+            return self.operations.reduce(local, mean, options, empty=empty)
         return self._with_statistics(
             local,
             lambda values, statistics: self.operations.reduce(
-                values, mean, options, statistics=statistics, empty=empty, what=what
+                values, mean, options, statistics=statistics, empty=empty
             ),
         )
 

@@ -41,7 +41,6 @@ class Operations:
         *,
         statistics: Sequence[Any] = (),
         empty: Any = False,
-        what: str | None = None,
     ) -> list[Any]:
         """The values, tensors and IndexedSlices, reduced over the ranks in one call.
 
@@ -51,22 +50,18 @@ class Operations:
         statistics: tensors of floats, whose results follow.
         empty: bool, or a tensor of one; whether this rank's batch has no rows: NaN of its values
             counts as zero, and its statistics that are NaN don't count.
-        what: a text that must be the same on all ranks.
         """
-        # Of others the sum is divided here: the call doesn't show that it is a mean.
         by_mean = mean and not statistics and all(map(_is_dense_of_floats, values))
         if mean and not statistics and not by_mean:
-            what = f"MEAN of {what or 'integers or IndexedSlices'}"
-        if what is not None:
-            self._compare(what)
+            # Their sum is divided here: the call doesn't show that it is a mean.
+            self.compare("MEAN of integers or IndexedSlices")
         op = ReduceOp.MEAN if by_mean else ReduceOp.SUM
 
         def reduce_dense(dense: Sequence[Any]) -> list[Any]:
             totals = self._reduce_dense(dense, len(statistics), op, options, empty)
-            divides = mean and not by_mean
-            return (
-                [_divided(each, self.communicator.size) for each in totals] if divides else totals
-            )
+            if mean and not by_mean:
+                return [_divided(each, self.communicator.size) for each in totals]
+            return totals
 
         return map_by_kind(
             [*values, *statistics],
@@ -75,8 +70,8 @@ class Operations:
             lambda slices: self._reduce_slices(slices, mean),
         )
 
-    def _compare(self, what: str) -> None:
-        """A MismatchError on every rank where the texts differ, before a call that may be none."""
+    def compare(self, what: str) -> None:
+        """A MismatchError on every rank where the texts differ. Collective."""
 
         def call(number: Any) -> list[Any]:
             self.communicator.barrier(what)

@@ -55,6 +55,11 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         r"reduce of \{'a': \*\}": lambda: strategy.reduce(
             "SUM", {} if odd else {"a": tf.IndexedSlices(ones, tf.range(3))}, axis=None
         ),
+        r"reduce of \{'c': \*\}": lambda: strategy.run(
+            lambda: tf.distribute.get_replica_context().all_reduce(
+                "SUM", {"c" if odd else "a": ones}
+            )
+        ),
         r"reduce of \[\{'b': \*\}\]": tf.function(
             lambda: strategy.reduce("SUM", [{"b" if odd else "a": ones}], axis=None)
         ),
