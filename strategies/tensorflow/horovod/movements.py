@@ -60,6 +60,7 @@ def grouped_allgather(
     process_set: ProcessSet | None = None,
 ) -> list[Any]:
     """`allgather` of each tensor; the ranks have equally many."""
+    compare(ranks_of(process_set), f"grouped_allgather of {len(tensors)}")
     return [allgather(each, name, ignore_name_scope, process_set) for each in tensors]
 
 

@@ -91,6 +91,11 @@ def reduce_all(
         plain, op_of_plain = [_divided(each, comm.size) for each in plain], ReduceOp.SUM
     else:
         op_of_plain = op
+    factors = prescale_factor, postscale_factor
+    if slices or op_of_plain is not op or factors != (1.0, 1.0):
+        # What the reduced tensors don't show.
+        places = [place for place, each in enumerate(tensors) if _is_slices(each)]
+        what = f"{what or ''} by {op.value}, factors {factors}, IndexedSlices at {places}"
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
     reduced = _reduced(comm, given, op_of_plain, what)
@@ -200,6 +205,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """`reducescatter` of each tensor; the ranks have equally many."""
+    compare(ranks_of(process_set), f"grouped_reducescatter of {len(tensors)}")
     return [
         reducescatter(
             each,

@@ -177,6 +177,27 @@ def test_calls_that_are_refused_on_every_rank(tf, hvd, comm):
     np.testing.assert_array_equal(hvd.allreduce(x, op=hvd.Sum), 2 * [comm.size])
 
 
+def test_mismatches_that_no_tensor_shows(tf, hvd, comm):
+    odd, x = comm.rank == 1, tf.ones([2, 1])
+    slices = tf.IndexedSlices(x, [0, 1], [4, 1])
+    op = hvd.Sum if odd else hvd.Average
+    calls = {
+        "op of slices": lambda: hvd.allreduce(slices, op=op),
+        "op of compressed tensors": lambda: hvd.allreduce(
+            x, op=op, compression=hvd.Compression.fp16
+        ),
+        "order": lambda: hvd.grouped_allreduce([x, slices] if odd else [slices, x]),
+        "factor": lambda: hvd.allreduce(x, op=hvd.Sum, postscale_factor=2.0 + odd),
+        "compiled": tf.function(lambda: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0 + odd)),
+        "gathered": lambda: hvd.grouped_allgather([x] * (2 + odd)),
+        "scattered": lambda: hvd.grouped_reducescatter([x] * (2 + odd)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(hvd.HorovodInternalError, match="the ranks called different"):
+            call()
+        np.testing.assert_array_equal(hvd.allreduce(x, op=hvd.Sum), [[comm.size]] * 2, name)
+
+
 def _gradient_of_max(tf, hvd, x):
     with tf.GradientTape() as tape:
         tape.watch(x)
