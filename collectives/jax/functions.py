@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -28,7 +29,7 @@ def all_reduce(
     of "mean" divides by the number of ranks. That of "min" and "max" goes to the ranks that hold
     the result, in equal parts.
     """
-    call = Call("all_reduce", given(comm), as_op(op).value)
+    call = _of_dtypes(tree, Call("all_reduce", given(comm), as_op(op).value))
     return _made(_reducible(tree, call.op), call, after, like=tree)
 
 
@@ -72,7 +73,8 @@ def reduce(
 
     It runs even if its result isn't used. The transpose of "sum" is `broadcast`.
     """
-    call = Call("reduce", given(comm), as_op(op).value, root=rank_of("root", root, comm))
+    root = rank_of("root", root, comm)
+    call = _of_dtypes(tree, Call("reduce", given(comm), as_op(op).value, root=root))
     return _made(_reducible(tree, call.op), call, after, like=tree)
 
 
@@ -83,7 +85,7 @@ def scan(
 
     Only "sum" has a derivative: each rank's cotangent is the sum of those of ranks r and above.
     """
-    call = Call("scan", given(comm), as_op(op).value)
+    call = _of_dtypes(tree, Call("scan", given(comm), as_op(op).value))
     return _made(_reducible(tree, call.op), call, after, like=tree)
 
 
@@ -110,7 +112,7 @@ def reduce_scatter(
     The length of the axis must be a multiple of the number of ranks: ValueError. The transpose of
     "sum" is `all_gather`.
     """
-    call = Call("reduce_scatter", given(comm), as_op(op).value)
+    call = _of_dtypes(tree, Call("reduce_scatter", given(comm), as_op(op).value))
     return _along(_reducible(tree, call.op), axis, call, after, like=tree)
 
 
@@ -200,6 +202,13 @@ def _reducible(tree: Tree, op: str) -> Tree:
     return arrays
 
 
+def _of_dtypes(tree: Tree, call: Call) -> Call:
+    """The call on arrays of which some are reduced in another dtype: the ranks compare theirs."""
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if not _is_key(leaf)]
+    small = [str(each) for each in dtypes if _is_small_float(each)]
+    return replace(call, what=f"{call.kind} of {', '.join(small)}") if small else call
+
+
 def _is_small_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
 
@@ -211,6 +220,9 @@ def _is_key(leaf: Any) -> bool:
 
 def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> Tree:
     """A call along any axis: the arrays are moved so that it is the first one, and back."""
+    axes = [axis % max(1, jnp.ndim(leaf)) for leaf in jax.tree.leaves(tree)]
+    if any(axes):
+        call = replace(call, what=f"{call.what or call.kind} along the axes {axes}")
 
     def first(leaf: Any) -> Any:
         array = jnp.moveaxis(jnp.atleast_1d(leaf), axis, 0)

@@ -44,6 +44,8 @@ class Call:
     """Whether the call runs even if the program uses none of its results."""
     by: ReduceList | None = None
     """What reduces the arrays in the place of `all_reduce_many`."""
+    what: str | None = None
+    """What the ranks must have in common, where the arrays don't show it."""
 
 
 def rank_of(name: str, rank: int, comm: Communicator | None) -> int:
@@ -175,6 +177,8 @@ KINDS = {
 @cache
 def function_of(call: Call, count: int) -> HostFunction:
     """What makes a call on `count` arrays of this rank. Collective, but for messages."""
+    if call.what is not None:
+        return _Compared(call, function_of(replace(call, what=None), count))
     each_run = KINDS[call.kind].run
     if count == 1 and each_run is not None and call.by is None:
         # Small arrays take this one: what runs is looked up once.
@@ -182,6 +186,18 @@ def function_of(call: Call, count: int) -> HostFunction:
     if call.kind == "all_reduce" and count > 1 and call.by is None:
         return _Fused(call)
     return partial(_run, call)
+
+
+class _Compared:
+    """A call after a barrier by whose text the ranks compare it."""
+
+    def __init__(self, call: Call, function: HostFunction) -> None:
+        self._comm, self._what, self._function = call.comm, call.what, function
+
+    def __call__(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Make the call."""
+        self._comm.barrier(self._what)
+        self._function(sources, targets)
 
 
 class _Fused:

@@ -47,9 +47,11 @@ def allgather(x: Any, *, comm: Any = None) -> Any:
 
 def gather(x: Any, root: int, *, comm: Any = None) -> Any:
     """The ranks' arrays, stacked, on the root; `x` on other ranks."""
-    call = Call("all_gather", _communicator(comm), kept=True)
+    given_comm = _communicator(comm)
+    root = rank_of("root", root, given_comm)
+    call = Call("all_gather", given_comm, kept=True, what=f"gather to rank {root}")
     (rows,) = bind([jnp.asarray(x)[None]], call)
-    return rows if call.comm.rank == rank_of("root", root, call.comm) else x
+    return rows if given_comm.rank == root else x
 
 
 def alltoall(x: Any, *, comm: Any = None) -> Any:

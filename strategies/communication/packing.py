@@ -18,7 +18,7 @@ from collectives.cuda.runtime import on_gpu
 from strategies.core import nest
 from strategies.core.values import Array
 
-_ON_HOSTS = frozenset({np.ndarray})
+ON_HOSTS = frozenset({np.ndarray})
 
 Groups: TypeAlias = list[list[int]]
 """Which arrays, by their numbers, are joined, and in what order."""
@@ -50,7 +50,7 @@ def reduce_apart(
     of_hosts: Callable[[list[Any]], Sequence[Any]],
 ) -> list[Any]:
     """Arrays on GPUs reduced there, by the communicator; those of the host by `of_hosts`."""
-    if _ON_HOSTS.issuperset(map(type, arrays)):
+    if ON_HOSTS.issuperset(map(type, arrays)):
         return list(of_hosts(list(arrays)))
     return nest.map_by_kind(
         arrays,

@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from collectives import Communicator, MismatchError
 from collectives.compression import CompressedReducer
+from strategies.communication.packing import ON_HOSTS
 from strategies.communication.with_options import CollectivesWithOptions
 from strategies.core.indexed_slices import Gradient, IndexedSlices, map_apart, reduce_slices
 from strategies.core.options import CommunicationOptions, ReduceOp
@@ -22,9 +21,7 @@ from strategies.core.reports import Report, agree
 from strategies.core.storage import LocalStorage, ReplacedArrays, Storage
 from strategies.core.values import Array
 from strategies.core.world import world_of
-from strategies.replication.step_series import STEP, StepSeries, compare_steps
-
-_ON_HOSTS = frozenset({np.ndarray})
+from strategies.replication.step_series import STEP, StepSeries, compare_steps, named_step
 
 
 class Replication:
@@ -105,7 +102,7 @@ class Replication:
         MismatchError on every rank where the arrays differ.
         """
         plain = self.reduces_plainly and options is None
-        if plain and (len(arrays) == 1 or _ON_HOSTS.issuperset(map(type, arrays))):
+        if plain and (len(arrays) == 1 or ON_HOSTS.issuperset(map(type, arrays))):
             return self._reduce_plainly(arrays, op.value, out)
         return self._all_reduce_by(arrays, op, options, batch or len(arrays) != 1)
 
@@ -193,13 +190,15 @@ class Replication:
         """
         number, series = optimizer.iterations + 1, optimizer.series
         action, sums = optimizer.action, None
-        if series is None or series.owner is not self or series.next_step != number:
+        first = None if series is None or series.owner is not self else series.first
+        step = f"{number} of {action}"
+        if series is None or first is None or series.next_step != number:
             series = None
         else:
             series.next_step = 0  # No step follows one that fails: numbers are compared anew.
         try:
             if series is None:
-                self.communicator.barrier(f"{STEP}{number} of {action}")
+                self.communicator.barrier(f"{STEP}{named_step(step, first)}")
             elif series.action is not action or not self._in_one_call(
                 optimizer, gradients, variables
             ):
@@ -209,11 +208,12 @@ class Replication:
             else:
                 sums = self._reduce_plainly(gradients, "sum", what=series.text)
         except MismatchError as error:
-            compare_steps(error, self.communicator, f"{number} of {action}")
+            first = compare_steps(error, self.communicator, step, first)
             series = None
         if series is None:
             # The numbers were compared, on all ranks.
-            series = optimizer.series = StepSeries(self, next(self._series_numbers))
+            own = next(self._series_numbers)
+            series = optimizer.series = StepSeries(self, own, own if first is None else first)
         series.next_step = number + 1
         return sums
 
@@ -222,7 +222,7 @@ class Replication:
     ) -> bool:
         """Whether one call of the communicator sums the gradients; the same on all ranks."""
         plain = self.reduces_plainly and not optimizer.fusion_of(variables)
-        return plain and _ON_HOSTS.issuperset(map(type, gradients))
+        return plain and ON_HOSTS.issuperset(map(type, gradients))
 
     def _sums(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]

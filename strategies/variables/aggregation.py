@@ -47,6 +47,8 @@ class Replicated:
     """Base of variables: a value of which each replica has a copy, and the rules for changes."""
 
     strategy: Replication
+    name: str | None
+    number: int
     distributed: bool
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
@@ -67,20 +69,20 @@ class Replicated:
         """The aggregate of an ON_READ variable's copies. Collective."""
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(f"{self}: with aggregation NONE it can't be read outside of `run`")
-        return self._aggregated(self.storage.view())
+        return self._aggregated(self.storage.view(), "read")
 
     def _to_assign(self, value: Array) -> Array:
         """What this replica stores where `value` is assigned."""
         self._refuse_other_replicas()
         if not self.on_read:
-            return self._aggregated(value) if self._each_has_its_own() else value
+            return self._aggregated(value, "assign") if self._each_has_its_own() else value
         return value if self._inside_run() else self._share_of(value)
 
     def _to_shift(self, operand: Array, method: str) -> Array:
         """What this replica adds or subtracts where `operand` is."""
         self._refuse_other_replicas()
         if not self.on_read:
-            return self._aggregated(operand) if self._each_has_its_own() else operand
+            return self._aggregated(operand, method) if self._each_has_its_own() else operand
         if not self._inside_run() and self.aggregation is VariableAggregation.SUM:
             raise ValueError(
                 f"{self}: {method} outside of `run` has no meaning for a sum of replicas"
@@ -104,6 +106,7 @@ class Replicated:
                 f"{self}: {method} inside `run` needs aggregation ONLY_FIRST_REPLICA, not"
                 f" {op.name}, which is defined for sums of rows only"
             )
+        self._compare(method)
         return self.strategy.gather_slices(slices, op)
 
     def _propagating(self, method: str) -> PropagatedErrors:
@@ -154,7 +157,12 @@ class Replicated:
                 f" {replica.strategy}; create it in that strategy's scope"
             )
 
-    def _aggregated(self, value: Array) -> Array:
+    def _compare(self, method: str) -> None:
+        """A MismatchError on every rank where ranks change different variables, or otherwise."""
+        self.strategy.barrier(f"{method} of variable {self.number}, {self.name}")
+
+    def _aggregated(self, value: Array, method: str) -> Array:
+        self._compare(method)
         op = self.aggregation.reduce_op
         if op is None:
             return self.strategy.broadcast_first(value)

@@ -8,6 +8,7 @@ from strategies import (
     Checkpoint,
     LocalSGDStrategy,
     Variable,
+    VariableAggregation,
     get_replica_context,
     metrics,
     optimizers,
@@ -149,6 +150,24 @@ def test_averaging_at_the_end_of_training_is_no_end_of_a_round(comm):
     strategy.communicator.close()
 
 
+def test_other_variables_and_methods_are_refused_within_run(comm):
+    strategy = MultiWorkerMirroredStrategy(communicator=comm)
+    how = {"aggregation": VariableAggregation.SUM}
+    with strategy.scope():
+        pair = [Variable(np.ones((2, 1)), **how) for _ in range(2)]
+    odd, rows = comm.rank == 1, IndexedSlices(np.ones((1, 1)), [0])
+    calls = (
+        lambda: pair[odd].assign(np.ones((2, 1))),
+        lambda: (pair[0].assign_add if odd else pair[0].assign_sub)(np.ones((2, 1))),
+        lambda: (pair[0].scatter_add if odd else pair[0].scatter_sub)(rows),
+    )
+    for call in calls:
+        refusal(MismatchError, "different arguments", strategy.run, call)
+    strategy.run(lambda: pair[1].assign(np.ones((2, 1))))
+    found = [each.numpy().ravel().tolist() for each in pair]
+    assert found == [[1.0, 1.0], [comm.size] * 2]
+
+
 @pytest.mark.parametrize("kind", IN_STEP, ids=lambda kind: kind.__name__)
 def test_a_change_that_fails_fails_on_all_ranks(comm, kind):
     strategy = kind(communicator=comm)
@@ -180,7 +199,7 @@ def test_users_calls_are_named(comm, tmp_path):
         "barrier(agreeing on gather(axis=0)": lambda: strategy.gather(np.ones(2), axis=0),
         "the next batch of a distributed dataset: all_reduce(max": lambda: next(iter(data)),
         "Checkpoint.save, a call for every rank: ": lambda: Checkpoint(m=mean).save(tmp_path / "c"),
-        "metric 'mean': all_reduce": mean.result,
+        "metric 'mean': barrier(read of variable": mean.result,
     }
     for name, call in calls.items():
         ranks_differ = strategy.communicator.broadcast if comm.rank else call

@@ -56,6 +56,25 @@ def test_ranks_that_use_optimizers_of_different_steps_all_raise_and_go_on():
     assert [rest for _, *rest in seen] == [[[-42.0, -42.0], [4, 3]]] * 3
 
 
+def test_ranks_that_use_twin_optimizers_all_raise_and_go_on():
+    """Their settings and steps are the same: the state of one would be updated for the other."""
+
+    def body(strategy):
+        variable, pair = made(strategy, 2)
+        for optimizer in pair:
+            take(strategy, optimizer, variable, 2)
+        wrong = pair[min(strategy.communicator.rank, 1)]
+        text = refusal(MismatchError, STEP, take, strategy, wrong, variable)
+        for optimizer in pair:
+            take(strategy, optimizer, variable, 2)
+        return text, variable.numpy().tolist(), [each.iterations for each in pair]
+
+    seen = on_ranks(3, body)
+    assert len({text for text, _, _ in seen}) == 1
+    assert "(optimizer 0)" in seen[0][0]
+    assert [rest for _, *rest in seen] == [[[-48.0, -48.0], [4, 4]]] * 3
+
+
 @pytest.mark.parametrize("iterations", [1, 5])
 def test_a_rank_that_counts_otherwise_is_found(iterations):
     def body(strategy):

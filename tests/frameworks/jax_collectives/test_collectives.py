@@ -342,6 +342,17 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"DtypeMismatchError: .*differ"):
         differing(dtype)
     np.testing.assert_array_equal(differing("float32"), np.ones(3 * comm.size))
+    # What no array shows: axes that are moved, dtypes in which others are reduced.
+    odd, square = comm.rank == 1, jnp.ones((comm.size, comm.size))
+    for call in (
+        lambda: calls.all_gather(square, axis=int(odd)),
+        lambda: calls.reduce_scatter(square, axis=int(odd)),
+        lambda: calls.all_to_all(square, axis=int(odd)),
+        lambda: calls.all_reduce(square.astype("float8_e4m3fn" if odd else "float32")),
+        lambda: calls.scan(square.astype("float8_e4m3fn" if odd else "float8_e5m2")),
+    ):
+        with pytest.raises(collectives.MismatchError), calls.original_errors():
+            jax.block_until_ready(call())
     # A program that has run raises another error of JAX's, on the ranks where it has.
     again = jax.jit(calls.all_reduce)
     for _ in range(3):

@@ -81,9 +81,11 @@ def test_functions_and_communicators(jax, mpi, comm):
         mpi4jax.sendrecv(own, own[:1], 0, 0)
     with pytest.raises(ValueError, match=rf"input must have shape .*, .* {size}; .*\(1,\)"):
         mpi4jax.alltoall(own[:1])
+    kinds = MismatchError, jax.errors.JaxRuntimeError
+    with pytest.raises(kinds, match="gather to rank 1"):
+        jax.block_until_ready(mpi4jax.gather(own, int(rank == 1)))
     # The root's shape is wrong: an error on every rank, and the next call works.
     odd = np.ones((size + 1, 2), "float32")
-    kinds = MismatchError, jax.errors.JaxRuntimeError
     for _ in range(2):
         with pytest.raises(kinds, match=r"rank 1: barrier\(Scatter input must have shape"):
             jax.block_until_ready(mpi4jax.scatter(odd if rank == 1 else own, 1))
