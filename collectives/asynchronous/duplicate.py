@@ -22,7 +22,8 @@ class Duplicate:
         transport = engine.transport
         self.transport = transport.begin_duplicate()() if transport.threads else None
         if self.transport is not None:
-            self.transport.watchdog = transport.watchdog  # of a thread, once there is one
+            # Until a thread's engine, which has its own, uses it.
+            self.transport.watchdog = transport.watchdog
         self.progress: ProgressThread | None = None
 
     def submit(self, operation: Operation) -> Handle[Any]:

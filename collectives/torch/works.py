@@ -113,7 +113,7 @@ class PendingWork(_OrderedWork):
             if future is not None:
                 self._complete(future)
         finally:
-            # `_finished` is set before the callbacks run: one of them may wait for this work.
+            # After the callbacks, one of which may wait: `_finished` was set before them.
             self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:

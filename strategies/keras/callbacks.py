@@ -18,6 +18,7 @@ from strategies.keras.state import (
     average_statistics,
     broadcast_state,
     copy_of,
+    finish_step,
     learning_rates,
     refuse_different_weights,
     starts_of,
@@ -220,8 +221,5 @@ class _BatchAgreement(_EpochAgreement):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop where a callback on any rank stops."""
-        if keras.config.backend() == "jax":
-            from strategies.keras.jax_gradients import finish
-
-            finish(logs)
+        finish_step(logs)
         self._agree_to_stop()

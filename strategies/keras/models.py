@@ -20,6 +20,7 @@ from strategies.keras.saving import saving_of
 from strategies.keras.state import (
     average_logs,
     divide_sums,
+    finish_step,
     refuse_different_weights,
     sum_metrics,
     updated_metrics,
@@ -89,10 +90,7 @@ def _training_methods(model: Any, training: Training) -> dict[str, Callable[...,
 def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     def results(logs: Any) -> Any:
         if training.in_epoch:
-            if keras.config.backend() == "jax":
-                from strategies.keras.jax_gradients import finish
-
-                finish(logs)
+            finish_step(logs)
             training.end_epoch()
         sum_metrics(training, model)
         found = type(model)._get_metrics_result_or_logs(model, logs)

@@ -187,6 +187,14 @@ def average_logs(training: Training, logs: Mapping[str, Any]) -> dict[str, Any]:
     return means
 
 
+def finish_step(logs: Any) -> None:
+    """Raise the error of JAX's program that computes them, before a call that others don't make."""
+    if keras.config.backend() == "jax":
+        from strategies.keras.jax_gradients import finish
+
+        finish(logs)
+
+
 def copy_of(variable: Any) -> Any:
     """A NumPy array with the variable's value."""
     value = variable.value

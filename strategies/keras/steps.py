@@ -67,9 +67,8 @@ def row_of_zeros(data: Any) -> Any:
 
 def _step(model: Any, step: Step, data: Any) -> Any:
     """Metrics and statistics stay as they were."""
-    statistics = model.non_trainable_variables
-    of_weights = _of_weights(model)
-    statistics = [each for n, each in enumerate(statistics) if n not in of_weights]
+    every, of_weights = model.non_trainable_variables, _of_weights(model)
+    statistics = [each for n, each in enumerate(every) if n not in of_weights]
     variables = [*model.metrics_variables, *statistics]
     values = [keras.ops.copy(each.value) for each in variables]
     logs = step(model, data)
