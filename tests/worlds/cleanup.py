@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,14 +22,39 @@ def end_group(process):
                 process.wait(GRACE_SECONDS)
 
 
-def kill_tagged(variable, value):
-    """Kill every process with an environment variable: ranks may not be in mpirun's group."""
-    tag = f"{variable}={value}".encode()
+def find_tagged(variable, value):
+    """Return the folder in /proc of every process with an environment variable."""
+    tag, found = f"{variable}={value}".encode(), []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         # Processes end during the search, and others' can't be read.
         with contextlib.suppress(OSError):
             if tag in environment.read_bytes().split(b"\0"):
-                kill_and_wait(int(environment.parent.name))
+                found.append(environment.parent)
+    return found
+
+
+def kill_tagged(variable, value):
+    """Kill every process with an environment variable: ranks may not be in mpirun's group."""
+    for folder in find_tagged(variable, value):
+        with contextlib.suppress(OSError):
+            kill_and_wait(int(folder.name))
+
+
+def describe_tagged(variable, value):
+    """Return a line for each process with an environment variable: its threads' states."""
+    lines = []
+    for folder in find_tagged(variable, value):
+        with contextlib.suppress(OSError):
+            command = folder.joinpath("cmdline").read_bytes().split(b"\0")[0].decode()
+            threads = [
+                "{} in {}".format(
+                    re.search(r"State:\s+(\S)", thread.joinpath("status").read_text())[1],
+                    thread.joinpath("wchan").read_text(),
+                )
+                for thread in sorted(folder.glob("task/*"))
+            ]
+            lines.append(f"{folder.name} {command}: {', '.join(threads)}")
+    return "\n".join(lines)
 
 
 def kill_and_wait(process_id):

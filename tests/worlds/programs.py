@@ -7,7 +7,13 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_segments
+from tests.worlds.cleanup import (
+    describe_tagged,
+    end_group,
+    find_segments,
+    kill_tagged,
+    remove_segments,
+)
 from tests.worlds.launcher import (
     DIRECTORY_VARIABLE,
     NO_MPIRUN,
@@ -25,7 +31,7 @@ def errors_of(ended):
 
 
 def run_program(size, command, *, timeout):
-    """Run a command on `size` ranks; subprocess.TimeoutExpired where it does not end in time."""
+    """Run a command on `size` ranks; AssertionError where it does not end in time."""
     return run_programs([(size, command)], timeout=timeout)
 
 
@@ -52,20 +58,28 @@ def launched(line, environment, **streams):
     with tempfile.TemporaryDirectory() as directory:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         variables = world_environment(directory) | {"PYTHONPATH": path} | environment
-        process = subprocess.Popen(
+        with subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,
             text=True,
             env=variables,
             start_new_session=True,
             **streams,
-        )
-        try:
-            yield process
-        finally:
-            end_group(process)
-            kill_tagged(DIRECTORY_VARIABLE, directory)
-            remove_segments(segments)
+        ) as process:
+            try:
+                yield process
+            except subprocess.TimeoutExpired as late:
+                # pytest shortens what the exception holds.
+                written = [(stream or b"").decode() for stream in (late.output, late.stderr)]
+                raise AssertionError(
+                    f"the job was not at its end after {late.timeout:g} s:\n"
+                    f"{describe_tagged(DIRECTORY_VARIABLE, directory)}\n"
+                    "stdout:\n{}\nstderr:\n{}".format(*written)
+                ) from None
+            finally:
+                end_group(process)
+                kill_tagged(DIRECTORY_VARIABLE, directory)
+                remove_segments(segments)
 
 
 def run_launcher(line, environment, *, timeout):
