@@ -224,6 +224,7 @@ LAZY = {
         "collectives/jax/lowering_in_place.py",
         "collectives/jax/mpi4jax.py",
         "collectives/jax/ordering.py",
+        "collectives/jax/paths.py",
         "collectives/jax/primitive.py",
         "collectives/jax/program_order.py",
         "collectives/jax/tokens.py",

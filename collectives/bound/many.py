@@ -152,10 +152,10 @@ class ManyReducer:
         return known.make(arrays, out)
 
     def persistent(
-        self, arrays: Any, op: Any, out: Any, make_unbound: Callable[[], Any]
+        self, arrays: Any, op: Any, out: Any, what: str | None, make_unbound: Callable[[], Any]
     ) -> Callable[[], Any]:
         """As `Communicator.persistent_all_reduce_many`; `make_unbound` makes what isn't bound."""
-        key, known, found_among, places = _key(arrays, op, out), None, None, None
+        key, known, found_among, places = _key(arrays, op, out, None, what), None, None, None
 
         def make() -> Any:
             nonlocal known, found_among, places

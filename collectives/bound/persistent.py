@@ -22,18 +22,19 @@ class PersistentCalls:
         op: ReduceOp | str = "sum",
         *,
         out: Sequence[Any] | None = None,
+        what: str | None = None,
     ) -> Callable[[], list[Any]]:
         """A function that makes this call of `all_reduce_many` each time. Not itself collective.
 
         For arrays that keep their memory, shapes and dtypes, which are compared once and not at
         each call. The lists are read once too: what is put into them later is not reduced. Like
         MPI's persistent collectives (MPI 4.1, section 6.13), but blocking. Each call returns what
-        `all_reduce_many` returns, and raises what it raises.
+        `all_reduce_many` returns, and raises what it raises. `what` is compared as there.
         """
         given = _copied(arrays)
         results = given if out is arrays else _copied(out)
-        make = partial(self.all_reduce_many, given, op, out=results)
-        return self._many.persistent(given, op, results, make)
+        make = partial(self.all_reduce_many, given, op, out=results, what=what)
+        return self._many.persistent(given, op, results, what, make)
 
 
 def _copied(arrays: Any) -> Any:

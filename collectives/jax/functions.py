@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives.communicator import Communicator
-from collectives.jax.kinds import KINDS, PVARY, Call, ReduceList, rank_of
+from collectives.jax.kinds import KINDS, MESSAGES, PVARY, Call, ReduceList, rank_of
+from collectives.jax.paths import text_of_keys
 from collectives.jax.primitive import bind
 from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
 from collectives.world import given
@@ -43,12 +44,14 @@ def pvary(tree: Tree, *, comm: Communicator | None = None) -> Tree:
     return _made(tree, Call(PVARY, given(comm)), None)
 
 
-def common_mean(tree: Tree, *, comm: Communicator) -> Tree:
+def common_mean(tree: Tree, what: str, *, comm: Communicator) -> Tree:
     """As `all_reduce` to the mean, for what each rank goes on to use in a loss of its own.
 
     The cotangents of all ranks are averaged, too, as all their losses depend on this rank's arrays.
+    The ranks compare `what`.
     """
-    return all_reduce(pvary(_reducible(tree, "mean"), comm=comm), "mean", comm=comm)
+    call = _of_dtypes(tree, Call("all_reduce", comm, "mean", what=what))
+    return _made(pvary(_reducible(tree, "mean"), comm=comm), call, None, like=tree)
 
 
 def mean_by(reduction: ReduceList, tree: Tree, *, comm: Communicator) -> Tree:
@@ -205,8 +208,12 @@ def _reducible(tree: Tree, op: str) -> Tree:
 def _of_dtypes(tree: Tree, call: Call) -> Call:
     """The call on arrays of which some are reduced in another dtype: the ranks compare theirs."""
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if not _is_key(leaf)]
-    small = [str(each) for each in dtypes if _is_small_float(each)]
-    return replace(call, what=f"{call.kind} of {', '.join(small)}") if small else call
+    return _compared(call, ", ".join(str(each) for each in dtypes if _is_small_float(each)))
+
+
+def _compared(call: Call, text: str) -> Call:
+    """The call, which compares this text between the ranks, too."""
+    return replace(call, what=", ".join(filter(None, [call.what, text]))) if text else call
 
 
 def _is_small_float(dtype: Any) -> bool:
@@ -222,7 +229,7 @@ def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> T
     """A call along any axis: the arrays are moved so that it is the first one, and back."""
     axes = [axis % max(1, jnp.ndim(leaf)) for leaf in jax.tree.leaves(tree)]
     if any(axes):
-        call = replace(call, what=f"{call.what or call.kind} along the axes {axes}")
+        call = _compared(call, f"along the axes {axes}")
 
     def first(leaf: Any) -> Any:
         array = jnp.moveaxis(jnp.atleast_1d(leaf), axis, 0)
@@ -243,6 +250,10 @@ def _made(tree: Tree, call: Call, after: Any, like: Any = None) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     if not (leaves or KINDS[call.kind].kept):
         return tree
+    if call.kind not in (*MESSAGES, "barrier"):
+        # The number of arrays is the number of calls.
+        several = f"{len(leaves)} arrays" if len(leaves) != 1 and call.kind != "all_reduce" else ""
+        call = _compared(call, text_of_keys(tree) or several)
     keys = {number: each for number, each in enumerate(leaves) if _is_key(each)}
     arrays = [jax.random.key_data(each) if _is_key(each) else jnp.asarray(each) for each in leaves]
     earlier = [jax.lax.stop_gradient(each) for each in jax.tree.leaves(after)]

@@ -19,6 +19,8 @@ from collectives.world import given
 
 LINEAR = ("sum", "mean")
 
+MESSAGES = ("send", "recv", "sendrecv")
+
 PVARY = "pvary"
 """The transpose of `all_reduce`: each rank gets the cotangent of the total, which all ranks have.
 
@@ -45,7 +47,7 @@ class Call:
     by: ReduceList | None = None
     """What reduces the arrays in the place of `all_reduce_many`."""
     what: str | None = None
-    """What the ranks must have in common, where the arrays don't show it."""
+    """What must be equal on the ranks, where the arrays don't show it."""
 
 
 def rank_of(name: str, rank: int, comm: Communicator | None) -> int:
@@ -177,22 +179,22 @@ KINDS = {
 @cache
 def function_of(call: Call, count: int) -> HostFunction:
     """What makes a call on `count` arrays of this rank. Collective, but for messages."""
+    each_run, fused = KINDS[call.kind].run, call.kind == "all_reduce" and call.by is None
+    if fused and (count > 1 or call.what is not None):
+        return _Fused(call)
     if call.what is not None:
         return _Compared(call, function_of(replace(call, what=None), count))
-    each_run = KINDS[call.kind].run
     if count == 1 and each_run is not None and call.by is None:
         # Small arrays take this one: what runs is looked up once.
         return lambda sources, targets: each_run(call, sources[0], targets[0])
-    if call.kind == "all_reduce" and count > 1 and call.by is None:
-        return _Fused(call)
     return partial(_run, call)
 
 
 class _Compared:
-    """A call after a barrier by whose text the ranks compare it."""
+    """A call after a barrier whose text compares it between the ranks."""
 
     def __init__(self, call: Call, function: HostFunction) -> None:
-        self._comm, self._what, self._function = call.comm, call.what, function
+        self._comm, self._what, self._function = call.comm, f"{call.kind}, {call.what}", function
 
     def __call__(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Make the call."""
@@ -201,18 +203,20 @@ class _Compared:
 
 
 class _Fused:
-    """all_reduce of several arrays as one `all_reduce_many`."""
+    """all_reduce of arrays as one `all_reduce_many`, which compares the call's text, too."""
 
     def __init__(self, call: Call) -> None:
-        self._comm, self._op = call.comm, call.op
+        self._comm, self._op, self._what = call.comm, call.op, call.what
 
     def __call__(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Make the call."""
-        self._comm.all_reduce_many(sources, self._op, out=targets)
+        self._comm.all_reduce_many(sources, self._op, out=targets, what=self._what)
 
     def prepare(self, sources: list[Any], targets: list[Any]) -> Callable[[], object]:
         """A persistent call."""
-        return self._comm.persistent_all_reduce_many(sources, self._op, out=targets)
+        return self._comm.persistent_all_reduce_many(
+            sources, self._op, out=targets, what=self._what
+        )
 
 
 def _run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:

@@ -64,9 +64,13 @@ def alltoall(x: Any, *, comm: Any = None) -> Any:
 
 def bcast(x: Any, root: int, *, comm: Any = None) -> Any:
     """The root's array, on every rank; the other ranks' have its shape."""
-    given_comm = _communicator(comm)
-    root = rank_of("root", root, given_comm)
-    (result,) = bind([jnp.asarray(x)], Call("broadcast", given_comm, root=root, kept=True))
+    return _from_root(x, root, _communicator(comm))
+
+
+def _from_root(x: Any, root: int, comm: Communicator, what: str | None = None) -> Any:
+    root = rank_of("root", root, comm)
+    call = Call("broadcast", comm, root=root, kept=True, what=what)
+    (result,) = bind([jnp.asarray(x)], call)
     return result
 
 
@@ -79,12 +83,12 @@ def scatter(x: Any, root: int, *, comm: Any = None) -> Any:
     array = jnp.asarray(x)
     if given_comm.rank == root:
         if problem := _problem("Scatter", x, given_comm):
-            # The other ranks, which broadcast, raise a MismatchError, too.
+            # The other ranks, which compare their call, raise a MismatchError, too.
             given_comm.barrier(problem)
             raise ValueError(problem)
     else:
         array = jnp.broadcast_to(array, (given_comm.size, *array.shape))
-    return bcast(array, root, comm=given_comm)[given_comm.rank]
+    return _from_root(array, root, given_comm, "of a scatter")[given_comm.rank]
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:

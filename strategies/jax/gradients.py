@@ -14,6 +14,9 @@ from collectives.jax.functions import common_mean, mean_by
 from collectives.jax.kinds import ReduceList
 from strategies.replication.replication import Replication
 
+Averages = Callable[[Any, Any, Communicator], tuple[Any, Any]]
+"""The means of a value and of its gradients."""
+
 
 def value_and_grad(
     strategy: Replication,
@@ -29,10 +32,12 @@ def value_and_grad(
             "value_and_grad: gradients of JAX are reduced as collectives chooses: the strategy must"
             " have neither cross_device_ops nor communication options without a compression"
         )
-    averages = _exactly
+    what = f"value_and_grad of argnums {argnums}"
+    averages: Averages = partial(_exactly, what)
     if strategy.compresses and strategy.num_replicas_in_sync > 1:
         assert strategy.compressed is not None
-        averages = _Compressed(strategy.compressed, next(strategy.derivative_numbers)).averages
+        number = next(strategy.derivative_numbers)
+        averages = _Compressed(strategy.compressed, number, what).averages
     differentiated = jax.value_and_grad(function, argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
@@ -55,16 +60,16 @@ def refuse_servers(strategy: Replication, what: str) -> None:
         )
 
 
-def _exactly(value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
+def _exactly(what: str, value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
     """The means of both, in one message, and so that they may be parts of another loss."""
-    return common_mean((value, gradients), comm=comm)
+    return common_mean((value, gradients), what, comm=comm)
 
 
 class _Compressed:
     """The compressed gradients of one function. What is left out is kept for the process's life."""
 
-    def __init__(self, reducer: CompressedReducer, number: int) -> None:
-        self._reducer, self._number = reducer, number
+    def __init__(self, reducer: CompressedReducer, number: int, what: str) -> None:
+        self._reducer, self._number, self._what = reducer, number, what
         self._reductions: dict[str, ReduceList] = {}
 
     def averages(self, value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
@@ -74,5 +79,5 @@ class _Compressed:
             # A program that is compiled again goes on with what its earlier form left out.
             name = ListName(f"gradients of function {self._number}")
             self._reductions[kinds] = partial(self._reducer.all_reduce_many, of=name)
-        mean = common_mean(value, comm=comm)
+        mean = common_mean(value, self._what, comm=comm)
         return mean, mean_by(self._reductions[kinds], gradients, comm=comm)

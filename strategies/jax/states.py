@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from collectives.jax.paths import names_of
+from strategies.core.same_error import PropagatedErrors
+from strategies.core.storage import ReplacedArrays
 from strategies.core.values import Array
 from strategies.jax.gradients import refuse_servers
 from strategies.replication.replication import Replication
@@ -44,9 +47,14 @@ class PytreeState:
     ) -> None:
         refuse_servers(strategy, "PytreeState")
         self.strategy = strategy
-        self._value, self._averaged = value, None
+        self._value = value
+        self._averaged: ReplacedArrays | None = None
         self._trained: list[int] = []
-        names = self._names()
+        with PropagatedErrors(strategy.communicator, "PytreeState"):
+            self._mirror(parameters)
+
+    def _mirror(self, parameters: Callable[[Any], Any] | None) -> None:
+        strategy, names = self.strategy, names_of(self._value)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"PytreeState: two leaves have the path {twice!r}: must differ")
@@ -92,12 +100,12 @@ class PytreeState:
         "/" and "~" in a key become "~1" and "~0", as in `Checkpoint`.
         """
         leaves = map(_array_of, jax.tree.leaves(self.value))
-        return dict(zip(self._names(), leaves, strict=True))
+        return dict(zip(names_of(self._value), leaves, strict=True))
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Replace `value` by a pytree of the same structure."""
         leaves, structure = jax.tree.flatten(self._value)
-        arrays = [_as_jax(name, tensors[name]) for name in self._names()]
+        arrays = [_as_jax(name, tensors[name]) for name in names_of(self._value)]
         restored = [
             jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
             if _is_key(leaf)
@@ -124,13 +132,10 @@ class PytreeState:
         self._trained = jax.tree.leaves(parameters(numbers))
         for number in self._trained:
             if not jax.numpy.issubdtype(leaves[number].dtype, jax.numpy.inexact):
-                kind, name = leaves[number].dtype, self._names()[number]
+                kind, name = leaves[number].dtype, names_of(self._value)[number]
                 raise ValueError(f"PytreeState: {name} is {kind}: parameters must be floats")
+        self.strategy.barrier(f"PytreeState: parameters are the arrays {self._trained}")
         return [np.array(each) for each in self._trained_leaves()]
-
-    def _names(self) -> list[str]:
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self._value)[0]]
-        return ["/".join(_text(key) for key in path) for path in paths]
 
 
 def _kinds_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
@@ -156,12 +161,3 @@ def _is_key(leaf: Any) -> bool:
 
 def _array_of(leaf: Any) -> Array:
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _text(key: Any) -> str:
-    """The name, key or index of a step on a path."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            key = getattr(key, attribute)
-            break
-    return str(key).replace("~", "~0").replace("/", "~1")

@@ -206,6 +206,13 @@ def test_the_texts_of_bound_lists_are_compared(comm):
     handle = comm.all_reduce_many_async(arrays, what="that" if comm.rank else "this")
     with pytest.raises(MismatchError, match="that"):
         handle.wait()
+    arrays = lists(comm.size)[comm.rank]
+    calls = [comm.persistent_all_reduce_many(arrays, what=text) for text in ("this", "that")]
+    for _ in range(3):
+        for call in calls:
+            check(call(), lists(comm.size))
+    with pytest.raises(MismatchError, match="this"):
+        calls[comm.rank > 0]()
 
 
 @pytest.mark.mpi

@@ -350,9 +350,21 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         lambda: calls.all_to_all(square, axis=int(odd)),
         lambda: calls.all_reduce(square.astype("float8_e4m3fn" if odd else "float32")),
         lambda: calls.scan(square.astype("float8_e4m3fn" if odd else "float8_e5m2")),
+        # Keys, and numbers of arrays, of which each is a call.
+        lambda: calls.all_reduce({"a": square, "c" if odd else "b": square}),
+        lambda: calls.all_reduce({"c" if odd else "b": square}),
+        lambda: calls.all_reduce({"b": square} if odd else square),
+        lambda: calls.all_reduce({"a": dict.fromkeys(range(200), square), "bc"[odd]: square}),
+        lambda: jax.grad(lambda x: calls.pvary(x)["bc"[odd]].sum())({"bc"[odd]: square}),
+        lambda: calls.broadcast([square, {"c" if odd else "b": square}]),
+        lambda: calls.all_gather([square] * (2 + odd)),
+        lambda: calls.reduce([square] * (1 + odd)),
     ):
         with pytest.raises(collectives.MismatchError), calls.original_errors():
             jax.block_until_ready(call())
+    # Keys whose text differs between processes count by position.
+    total = calls.all_reduce({object(): square})
+    np.testing.assert_array_equal(next(iter(total.values())), np.full(square.shape, comm.size))
     # A program that has run raises another error of JAX's, on the ranks where it has.
     again = jax.jit(calls.all_reduce)
     for _ in range(3):

@@ -84,6 +84,9 @@ def test_functions_and_communicators(jax, mpi, comm):
     kinds = MismatchError, jax.errors.JaxRuntimeError
     with pytest.raises(kinds, match="gather to rank 1"):
         jax.block_until_ready(mpi4jax.gather(own, int(rank == 1)))
+    call, whole = (mpi4jax.bcast if rank == 1 else mpi4jax.scatter), np.ones((size, 2), "float32")
+    with pytest.raises(kinds, match="broadcast, of a scatter"):
+        jax.block_until_ready(call(whole if rank < 2 else own, 0))
     # The root's shape is wrong: an error on every rank, and the next call works.
     odd = np.ones((size + 1, 2), "float32")
     for _ in range(2):

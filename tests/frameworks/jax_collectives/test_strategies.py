@@ -21,6 +21,8 @@ def loss(parameters, inputs):
 
 
 def test_value_and_gradients_are_means(jax, comm):
+    from collectives.jax import original_errors
+
     strategy = strategies.MultiWorkerMirroredStrategy()
     rows = np.random.default_rng(0).normal(size=(comm.size, 4, 3)).astype("float32")
     parameters = {"layers": [jax.numpy.arange(3.0)]}
@@ -31,6 +33,10 @@ def test_value_and_gradients_are_means(jax, comm):
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(gradients["layers"][0], wholly["layers"][0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(aux, loss(parameters, rows[comm.rank])[1], rtol=1e-5)
+    other = strategy.value_and_grad(lambda x, y: (x * y).sum(), int(comm.rank > 0))
+    if comm.size > 1:
+        with pytest.raises(collectives.MismatchError, match="argnums 1"), original_errors():
+            jax.block_until_ready(other(rows[0], rows[0]))
     own = strategies.LocalSGDStrategy(sync_every=2).value_and_grad(lambda x: (x**2).sum())
     np.testing.assert_array_equal(own(jax.numpy.full(2, 1.0 + comm.rank))[1], 2.0 + 2 * comm.rank)
 
@@ -219,6 +225,14 @@ def test_pytrees_that_cannot_be_averaged(jax, comm):
         PytreeState(strategy, value)
     with pytest.raises(ValueError, match="1 is int32: parameters must be floats"):
         PytreeState(strategy, value, lambda value: value)
+    # The arrays are alike, so that their shapes show no difference.
+    alike = [np.ones(2, "float32")] * 3
+    for parameters in (
+        lambda value: value[comm.rank > 0],
+        None if comm.rank else lambda value: value[0],
+    ):
+        with pytest.raises((collectives.CollectiveError, ValueError), match="parameters"):
+            PytreeState(strategy, alike, parameters)
     wide = PytreeState(strategy, np.ones(2), lambda value: value)
     wide.value = wide.value * (comm.rank + 2.0)
     assert wide.value.tolist() == [2.5, 2.5]
