@@ -25,7 +25,7 @@ FINGERPRINT_BITS = 48
 ANY_LENGTH = -1
 """In a signature's shape: an axis whose length may differ by rank."""
 
-_SHOWN = 8
+_SHOWN, _SHOWN_CHARACTERS = 8, 200
 
 
 class Signature(NamedTuple):
@@ -126,6 +126,15 @@ def check_text(what: Any) -> None:
     """TypeError unless `what` is a text or None."""
     if what is not None and not isinstance(what, str):
         raise TypeError(f"{what=}: must be a str, or None")
+
+
+def text_of_names(names: Sequence[str]) -> str:
+    """The names as text to be compared: a long one is cut, and ends with a digest of the whole."""
+    text = ", ".join(names)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{text[:_SHOWN_CHARACTERS]}… of digest {digest}"
 
 
 def check_peer(peer: Any, rank: int, size: int, name: str) -> int:

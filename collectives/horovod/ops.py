@@ -1,4 +1,4 @@
-"""Horovod's arguments `op` and `average`."""
+"""Horovod's arguments `op` and `average`, and those that calls compare as text."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def op_of(op: Op, average: bool | None) -> ReduceOp:
     if op is not None:
         raise ValueError("average and op were both given: leave out average, the older one")
     return ReduceOp.MEAN if average else ReduceOp.SUM
+
+
+def text_of(name: str | None, prescale: float = 1.0, postscale: float = 1.0) -> str | None:
+    """What must be equal on all ranks, and no tensor shows; None where all of it is the default."""
+    parts = [] if name is None else [f"name={name}"]
+    if (prescale, postscale) != (1.0, 1.0):
+        parts.append(f"factors {prescale:g} and {postscale:g}")
+    return ", ".join(parts) or None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
-_SHOWN = 200
+from collectives.consistency.signature import text_of_names
 
 
 def names_of(tree: Any) -> list[str]:
@@ -26,10 +25,7 @@ def text_of_keys(tree: Any) -> str:
     named = keys or any(isinstance(step, GetAttrKey) for step in steps)
     if not named or not all(isinstance(key, str | int) for key in keys):
         return ""
-    text = ", ".join(names_of(tree))
-    if len(text) > _SHOWN:
-        text = f"{text[:_SHOWN]}… of digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return f"keys {text}"
+    return f"keys {text_of_names(names_of(tree))}"
 
 
 def _text(step: Any) -> str:

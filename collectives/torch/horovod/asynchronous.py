@@ -12,7 +12,7 @@ import torch
 
 from collectives.communicator import Communicator
 from collectives.horovod.joining import Request, notice_joined
-from collectives.horovod.ops import Op, op_of
+from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
@@ -86,7 +86,8 @@ def allreduce_async(
     """Start an `allreduce`; `synchronize` returns the result."""
     op, comm = op_of(op, average), ranks_of(process_set)
     sent = scaled(tensor.detach(), prescale_factor)
-    notice_joined(comm, request_of("allreduce_async", [sent], op))
+    what = text_of(name, prescale_factor, postscale_factor)
+    notice_joined(comm, request_of("allreduce_async", [sent], op, what))
     handle = comm.all_reduce_async(sent, op)
     return Pending(handle, lambda result: scaled(result, postscale_factor, tensor.dtype))
 
@@ -102,7 +103,8 @@ def allreduce_async_(
 ) -> Pending:
     """Like `allreduce_async`, in place; `synchronize` returns `tensor`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    notice_joined(comm, request_of("allreduce_async", [tensor], op))
+    what = text_of(name, prescale_factor, postscale_factor)
+    notice_joined(comm, request_of("allreduce_async", [tensor], op, what))
     sent, out = scaled(tensor, prescale_factor), tensor if in_place([tensor], op) else None
     handle = comm.all_reduce_async(sent, op, out=out)
     return Pending(handle, lambda result: store(result, postscale_factor, tensor))
@@ -120,7 +122,8 @@ def grouped_allreduce_async(
     """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     op, comm = op_of(op, average), ranks_of(process_set)
     sent = [scaled(each.detach(), prescale_factor) for each in tensors]
-    notice_joined(comm, request_of("grouped_allreduce_async", sent, op))
+    what = text_of(name, prescale_factor, postscale_factor)
+    notice_joined(comm, request_of("grouped_allreduce_async", sent, op, what))
     handle = comm.all_reduce_many_async(sent, op)
     return Pending(
         handle,
@@ -143,7 +146,8 @@ def grouped_allreduce_async_(
     """Like `grouped_allreduce_async`, in place; `synchronize` returns the tensors."""
     op, comm = op_of(op, average), ranks_of(process_set)
     given = list(tensors)
-    notice_joined(comm, request_of("grouped_allreduce_async", given, op))
+    what = text_of(name, prescale_factor, postscale_factor)
+    notice_joined(comm, request_of("grouped_allreduce_async", given, op, what))
     sent = [scaled(each, prescale_factor) for each in given]
     out = given if in_place(given, op) else None
     handle = comm.all_reduce_many_async(sent, op, out=out)
@@ -155,7 +159,7 @@ def allgather_async(
 ) -> Pending:
     """Start an `allgather`."""
     comm, sent = ranks_of(process_set), tensor.detach()
-    notice_joined(comm, Request("allgather_async"))
+    notice_joined(comm, Request("allgather_async", what=text_of(name)))
     return Pending(comm.all_gather_async(sent))
 
 
@@ -164,7 +168,8 @@ def grouped_allgather_async(
 ) -> Pending:
     """Start a `grouped_allgather`."""
     comm, sent = ranks_of(process_set), [each.detach() for each in tensors]
-    notice_joined(comm, Request(f"grouped_allgather_async of {len(sent)}"))
+    kind = f"grouped_allgather_async of {len(sent)}"
+    notice_joined(comm, Request(kind, what=text_of(name)))
     return Pending(_Each([Pending(comm.all_gather_async(each)) for each in sent]))
 
 
@@ -181,7 +186,8 @@ def sparse_allreduce_async(
         raise ValueError(f"op={op.value}: must be Average or Sum of sparse tensors")
     part = tensor.detach().coalesce()
     rows = [part.indices().t().contiguous(), part.values().contiguous()]
-    notice_joined(comm, Request(f"sparse_allreduce_async: {op.value} of {list(part.shape)}"))
+    kind = f"sparse_allreduce_async: {op.value} of {list(part.shape)}"
+    notice_joined(comm, Request(kind, what=text_of(name)))
 
     def finish(gathered: list[Any]) -> Any:
         indices, values = gathered
@@ -205,7 +211,7 @@ def broadcast_async_(
 ) -> Pending:
     """Start a `broadcast_`; `synchronize` returns `tensor`."""
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
-    notice_joined(comm, Request("broadcast_async"))
+    notice_joined(comm, Request("broadcast_async", what=text_of(name)))
     return Pending(comm.broadcast_async(tensor, root=root))
 
 
@@ -218,7 +224,7 @@ def alltoall_async(
     """Start an `alltoall`; `synchronize` returns what that returns."""
     comm = ranks_of(process_set)
     parts = parts_of(tensor.detach(), splits, comm.size)
-    notice_joined(comm, Request("alltoall_async"))
+    notice_joined(comm, Request("alltoall_async", what=text_of(name)))
     return Pending(comm.all_to_all_async(parts), lambda received: joined(received, splits))
 
 
@@ -233,7 +239,8 @@ def reducescatter_async(
     """Start a `reducescatter`."""
     op, comm = op_of(op, None), ranks_of(process_set)
     sent = _to_scatter(tensor, prescale_factor)
-    notice_joined(comm, Request("reducescatter_async"))
+    what = text_of(name, prescale_factor, postscale_factor)
+    notice_joined(comm, Request("reducescatter_async", what=what))
     return _scatter(comm, sent, op, postscale_factor)
 
 
@@ -248,7 +255,11 @@ def grouped_reducescatter_async(
     """Start a `grouped_reducescatter`."""
     op, comm = op_of(op, None), ranks_of(process_set)
     sent = [_to_scatter(each, prescale_factor) for each in tensors]
-    notice_joined(comm, Request(f"grouped_reducescatter_async of {len(sent)}"))
+    kind, what = (
+        f"grouped_reducescatter_async of {len(sent)}",
+        text_of(name, prescale_factor, postscale_factor),
+    )
+    notice_joined(comm, Request(kind, what=what))
     return Pending(_Each([_scatter(comm, each, op, postscale_factor) for each in sent]))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from collectives.horovod.joining import Request, with_joined
+from collectives.consistency.signature import text_of_names
+from collectives.horovod.joining import Request, notice_joined, with_joined
 from collectives.horovod.objects import broadcast_object
 from collectives.horovod.process_sets import ProcessSet, ranks, ranks_of, root_of
 
@@ -21,24 +22,26 @@ def broadcast_parameters(
     """Copy the root's tensors into the other ranks', of equal shapes and dtypes.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()`, or tensors. Entries other than
-            tensors are left alone.
+        params: `model.state_dict()`, whose keys are taken in order; `model.named_parameters()`, or
+            tensors. Entries other than tensors are left alone.
         root_rank: the rank whose tensors are sent, its number among all ranks.
         process_set: the ranks that take part; all by default.
 
     Raises:
-        MismatchError: the ranks' tensors differ in number, shape or dtype; on every rank.
+        MismatchError: the ranks' tensors differ in number, name, shape or dtype; on every rank.
 
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params is a Module: must be `model.state_dict()`, or named parameters")
-    given = params.values() if isinstance(params, Mapping) else params
-    every = [each[1] if isinstance(each, tuple) else each for each in given]
-    tensors = [each for each in every if isinstance(each, torch.Tensor)]
+    given = sorted(params.items()) if isinstance(params, Mapping) else params
+    pairs = [each if isinstance(each, tuple) else ("", each) for each in given]
+    tensors = [(name, each) for name, each in pairs if isinstance(each, torch.Tensor)]
     request = Request("broadcast_parameters")
+    names = text_of_names([name for name, _ in tensors])
+    notice_joined(comm, request._replace(what=f"{len(tensors)} tensors: {names}"))
     with torch.no_grad():
-        for tensor in tensors:
+        for _, tensor in tensors:
             with_joined(comm, request, partial(comm.broadcast, tensor, root=root))
 
 

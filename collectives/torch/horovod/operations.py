@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from collectives.communicator import Communicator
 from collectives.horovod.joining import Request, notice_joined, with_joined
-from collectives.horovod.ops import Op, op_of
+from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch import functions
@@ -44,13 +45,14 @@ def allreduce(
     `average` and `op`.
     """
     op, comm = op_of(op, average), ranks_of(process_set)
+    what = text_of(name, prescale_factor, postscale_factor)
     sent, kept = compression.compress(scaled(tensor, prescale_factor))
     if tensor.requires_grad and torch.is_grad_enabled():
-        request = Request("allreduce with a gradient")
-        reduced = with_joined(comm, request, lambda: functions.all_reduce(sent, op, comm=comm))
+        kind = "allreduce with a gradient"
+        reduced = _alone(comm, kind, lambda: functions.all_reduce(sent, op, comm=comm), what)
     else:
-        request = request_of("allreduce", [sent], op)
-        reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op))
+        request = request_of("allreduce", [sent], op, what)
+        reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op, what=what))
     return scaled(compression.decompress(reduced, kept), postscale_factor, tensor.dtype)
 
 
@@ -68,9 +70,10 @@ def allreduce_(
     Raises ValueError for a tensor that was computed from others that require grad.
     """
     op, comm = op_of(op, average), ranks_of(process_set)
-    request = request_of("allreduce", [tensor], op)
+    what = text_of(name, prescale_factor, postscale_factor)
+    request = request_of("allreduce", [tensor], op, what)
     sent, out = scaled(tensor, prescale_factor), tensor if in_place([tensor], op) else None
-    reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op, out=out))
+    reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op, out=out, what=what))
     return store(reduced, postscale_factor, tensor)
 
 
@@ -86,13 +89,14 @@ def grouped_allreduce(
 ) -> list[Any]:
     """`allreduce` of many tensors, in few messages. Those that require grad go one by one."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        given = average, None, compression, op, prescale_factor, postscale_factor, process_set
+        given = average, name, compression, op, prescale_factor, postscale_factor, process_set
         return [allreduce(each, *given) for each in tensors]
     op, comm = op_of(op, average), ranks_of(process_set)
     pairs = [compression.compress(scaled(each, prescale_factor)) for each in tensors]
     sent = [pair[0] for pair in pairs]
-    request = request_of("grouped_allreduce", sent, op)
-    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op))
+    what = text_of(name, prescale_factor, postscale_factor)
+    request = request_of("grouped_allreduce", sent, op, what)
+    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, what=what))
     return [
         scaled(compression.decompress(each, kept), postscale_factor, tensor.dtype)
         for each, (_, kept), tensor in zip(reduced, pairs, tensors, strict=True)
@@ -110,11 +114,11 @@ def grouped_allreduce_(
 ) -> list[Any]:
     """Like `grouped_allreduce`, in place. ValueError as of `allreduce_`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    given = list(tensors)
-    request = request_of("grouped_allreduce", given, op)
+    given, what = list(tensors), text_of(name, prescale_factor, postscale_factor)
+    request = request_of("grouped_allreduce", given, op, what)
     sent = [scaled(each, prescale_factor) for each in given]
     out = given if in_place(given, op) else None
-    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, out=out))
+    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, out=out, what=what))
     return store_all(reduced, postscale_factor, given)
 
 
@@ -126,16 +130,19 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | No
     comm = ranks_of(process_set)
     if tensor.requires_grad and torch.is_grad_enabled():
         sent = gradient_times(tensor, 1 / comm.size)
-        return _alone(comm, "allgather", lambda: functions.all_gather(sent, comm=comm))
-    return _alone(comm, "allgather", lambda: comm.all_gather(tensor))
+        call = partial(functions.all_gather, sent, comm=comm)
+    else:
+        call = partial(comm.all_gather, tensor)
+    return _alone(comm, "allgather", call, text_of(name))
 
 
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Any]:
     """`allgather` of each tensor; the ranks have equally many."""
-    notice_joined(ranks_of(process_set), Request(f"grouped_allgather of {len(tensors)}"))
-    return [allgather(each, name, process_set) for each in tensors]
+    request = Request(f"grouped_allgather of {len(tensors)}", what=text_of(name))
+    notice_joined(ranks_of(process_set), request)
+    return [allgather(each, None, process_set) for each in tensors]
 
 
 def broadcast(
@@ -149,9 +156,11 @@ def broadcast(
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     if tensor.requires_grad and torch.is_grad_enabled():
         sent = gradient_times(tensor, 1 / comm.size)
-        return _alone(comm, "broadcast", lambda: functions.broadcast(sent, root=root, comm=comm))
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return _alone(comm, "broadcast", lambda: comm.broadcast(copy, root=root))
+        call = partial(functions.broadcast, sent, root=root, comm=comm)
+    else:
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        call = partial(comm.broadcast, copy, root=root)
+    return _alone(comm, "broadcast", call, text_of(name))
 
 
 def broadcast_(
@@ -159,7 +168,7 @@ def broadcast_(
 ) -> Any:
     """Copy the root's tensor into the other ranks'; the tensor."""
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
-    return _alone(comm, "broadcast", lambda: comm.broadcast(tensor, root=root))
+    return _alone(comm, "broadcast", partial(comm.broadcast, tensor, root=root), text_of(name))
 
 
 def alltoall(
@@ -176,10 +185,10 @@ def alltoall(
     comm = ranks_of(process_set)
     parts = parts_of(tensor, splits, comm.size)
     if tensor.requires_grad and torch.is_grad_enabled():
-        received = _alone(comm, "alltoall", lambda: functions.all_to_all(parts, comm=comm))
+        call = partial(functions.all_to_all, parts, comm=comm)
     else:
-        received = _alone(comm, "alltoall", lambda: comm.all_to_all(parts))
-    return joined(received, splits)
+        call = partial(comm.all_to_all, parts)
+    return joined(_alone(comm, "alltoall", call, text_of(name)), splits)
 
 
 def reducescatter(
@@ -203,9 +212,10 @@ def reducescatter(
     if tensor.requires_grad and torch.is_grad_enabled():
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
             sent = gradient_times(sent, comm.size)
-        rows = _alone(comm, "reducescatter", lambda: functions.reduce_scatter(sent, op, comm=comm))
+        call = partial(functions.reduce_scatter, sent, op, comm=comm)
     else:
-        rows = _alone(comm, "reducescatter", lambda: comm.reduce_scatter(sent, op))
+        call = partial(comm.reduce_scatter, sent, op)
+    rows = _alone(comm, "reducescatter", call, text_of(name, prescale_factor, postscale_factor))
     return scaled(compression.decompress(rows, kept), postscale_factor, tensor.dtype)
 
 
@@ -219,8 +229,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """`reducescatter` of each tensor; the ranks have equally many."""
-    notice_joined(ranks_of(process_set), Request(f"grouped_reducescatter of {len(tensors)}"))
-    given = name, compression, op, process_set, prescale_factor, postscale_factor
+    request = Request(f"grouped_reducescatter of {len(tensors)}", what=text_of(name))
+    notice_joined(ranks_of(process_set), request)
+    given = None, compression, op, process_set, prescale_factor, postscale_factor
     return [reducescatter(each, *given) for each in tensors]
 
 
@@ -230,6 +241,8 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     _alone(comm, "barrier", comm.barrier)
 
 
-def _alone(comm: Communicator, name: str, call: Callable[[], Any]) -> Any:
-    """Make a call in which ranks that have joined can't take part."""
+def _alone(comm: Communicator, name: str, call: Callable[[], Any], what: str | None = None) -> Any:
+    """Make a call in which ranks that have joined can't take part; `what` is compared before it."""
+    if what is not None:
+        notice_joined(comm, Request(name, what=what))
     return with_joined(comm, Request(name), call)

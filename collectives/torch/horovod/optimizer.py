@@ -51,7 +51,7 @@ class _Gradients(GradientReducer):
     def fold_number(self, number: float) -> float:
         """As of any reducer; ranks that have joined add zero."""
         comm, given = self._comm, torch.tensor([number], dtype=torch.float64)
-        request = request_of(LOSS, [given], as_op(self._op))._replace(what=LOSS)
+        request = request_of(LOSS, [given], as_op(self._op), LOSS)
         return float(
             with_joined(comm, request, lambda: comm.all_reduce(given, self._op, what=LOSS))
         )

@@ -22,7 +22,7 @@ def check_axes(tensor: Any) -> None:
         raise ValueError("reducescatter: a tensor without axes: must have rows")
 
 
-def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
+def request_of(name: str, tensors: Any, op: ReduceOp, what: str | None = None) -> Request:
     """The request of a reduction of tensors.
 
     TypeError for those that the call would refuse, after ranks that have joined have begun it.
@@ -33,7 +33,7 @@ def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
         if each.is_conj() or each.is_neg():
             raise TypeError(f"{name}: a conjugated or negated view: must be resolved")
     described = ((tuple(each.shape), str(each.dtype), each.device.type) for each in tensors)
-    return Request(name, tuple(described), op, library=LIBRARY)
+    return Request(name, tuple(described), op, library=LIBRARY, what=what)
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:

@@ -88,6 +88,12 @@ def compare(comm: Communicator, what: str) -> None:
     call_alone(comm, what, run, [tf.constant(0)], [tf.TensorShape([])])
 
 
+def compare_given(comm: Communicator, name: str, text: str | None) -> None:
+    """As `compare`, of the arguments of a call; nothing where there is no text."""
+    if text is not None:
+        compare(comm, f"{name}: {text}")
+
+
 def run_in_order(call: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> list[Any]:
     """Call a function of the tensors' arrays, of which it returns as many of their dtypes."""
     return _order().execute(call, tensors, [each.shape for each in tensors])

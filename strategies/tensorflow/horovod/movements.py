@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from collectives import Communicator
 from collectives.horovod.joining import join as wait_for_all
+from collectives.horovod.ops import text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.horovod.rows import check_dtypes, lengths_of
 from collectives.reductions.reduction import ReduceOp
@@ -18,6 +19,7 @@ from strategies.tensorflow.horovod.calls import (
     call_alone,
     call_for_one,
     compare,
+    compare_given,
     reduce_in_one,
     rows_of,
     run_in_order,
@@ -44,6 +46,7 @@ def allgather(
 
         return call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor)), gradient
 
+    compare_given(comm, "allgather", text_of(name))
     return gather(tf.convert_to_tensor(tensor))
 
 
@@ -60,8 +63,10 @@ def grouped_allgather(
     process_set: ProcessSet | None = None,
 ) -> list[Any]:
     """`allgather` of each tensor; the ranks have equally many."""
-    compare(ranks_of(process_set), f"grouped_allgather of {len(tensors)}")
-    return [allgather(each, name, ignore_name_scope, process_set) for each in tensors]
+    comm = ranks_of(process_set)
+    compare(comm, f"grouped_allgather of {len(tensors)}")
+    compare_given(comm, "grouped_allgather", text_of(name))
+    return [allgather(each, process_set=process_set) for each in tensors]
 
 
 def broadcast(
@@ -87,6 +92,7 @@ def broadcast(
         call = partial(_broadcast, comm, root)
         return call_for_one(comm, "broadcast", call, [tensor], tensor.shape), gradient
 
+    compare_given(comm, "broadcast", text_of(name))
     return send(tf.convert_to_tensor(tensor))
 
 
@@ -112,6 +118,7 @@ def broadcast_(
         return [_broadcast(comm, root, each) for each in arrays]
 
     compare(comm, f"broadcast of {len(every)} variables")
+    compare_given(comm, "broadcast", text_of(name))
     if not every:
         return []
     given = [tf.convert_to_tensor(each) for each in every]
@@ -159,6 +166,7 @@ def alltoall(
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
         raise ValueError("alltoall: a tensor without axes: must have rows")
+    compare_given(comm, "alltoall", text_of(name))
     lengths = tf.cast([] if splits is None else splits, tf.int32)
     rows, received = exchange(tensor, lengths)
     return rows if splits is None else (rows, received)

@@ -8,13 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from collectives import Communicator
-from collectives.horovod.ops import Op, op_of
+from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.calls import (
     call_alone,
     call_for_one,
     compare,
+    compare_given,
     reduce_in_one,
     rows_of,
 )
@@ -46,7 +47,14 @@ def allreduce(
     """
     factors = prescale_factor, postscale_factor
     comm = ranks_of(process_set)
-    return reduce_all([tensor], op_of(op, average), *factors, comm=comm, compression=compression)[0]
+    return reduce_all(
+        [tensor],
+        op_of(op, average),
+        *factors,
+        comm=comm,
+        compression=compression,
+        what=text_of(name),
+    )[0]
 
 
 def grouped_allreduce(
@@ -65,7 +73,14 @@ def grouped_allreduce(
     """`allreduce` of many tensors, in few messages."""
     factors = prescale_factor, postscale_factor
     comm = ranks_of(process_set)
-    return reduce_all(tensors, op_of(op, average), *factors, comm=comm, compression=compression)
+    return reduce_all(
+        tensors,
+        op_of(op, average),
+        *factors,
+        comm=comm,
+        compression=compression,
+        what=text_of(name),
+    )
 
 
 def reduce_all(
@@ -191,6 +206,7 @@ def reducescatter(
 
         return call_for_one(comm, "reducescatter", call, [sent], rows_of(sent)), gradient
 
+    compare_given(comm, "reducescatter", text_of(name, prescale_factor, postscale_factor))
     sent, kept = compression.compress(_scaled(tensor, prescale_factor))
     return _scaled(compression.decompress(scatter(sent), kept), postscale_factor)
 

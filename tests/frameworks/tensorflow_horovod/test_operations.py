@@ -1,5 +1,7 @@
 """Horovod's calls on tensors, eagerly and in a `tf.function`, and their gradients."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -189,6 +191,17 @@ def test_mismatches_that_no_tensor_shows(tf, hvd, comm):
         "order": lambda: hvd.grouped_allreduce([x, slices] if odd else [slices, x]),
         "factor": lambda: hvd.allreduce(x, op=hvd.Sum, postscale_factor=2.0 + odd),
         "compiled": tf.function(lambda: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0 + odd)),
+        "factor of rows": lambda: hvd.reducescatter(x, prescale_factor=2.0 + odd),
+        **{
+            f"name of {call.__name__}": partial(call, x, name=f"of {comm.rank}")
+            for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter)
+        },
+        **{
+            f"name of {call.__name__}": partial(call, [tf.Variable(x)], name=f"of {comm.rank}")
+            for call in (hvd.grouped_allreduce, hvd.grouped_allgather)
+        },
+        "name of broadcast": lambda: hvd.broadcast(x, 0, name=f"of {comm.rank}"),
+        "name of broadcast_": lambda: hvd.broadcast_([tf.Variable(x)], 0, name=f"of {comm.rank}"),
         "gathered": lambda: hvd.grouped_allgather([x] * (2 + odd)),
         "scattered": lambda: hvd.grouped_reducescatter([x] * (2 + odd)),
     }

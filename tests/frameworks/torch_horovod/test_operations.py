@@ -1,5 +1,6 @@
 """Horovod's calls on tensors give what Horovod documents."""
 
+from functools import partial
 from math import factorial
 
 import pytest
@@ -167,6 +168,46 @@ def test_different_groups(torch, hvd, comm):
         with pytest.raises(hvd.HorovodInternalError, match="rank 0: barrier"):
             call()
         assert hvd.allreduce(one, op=op).tolist() == [comm.size] * 4
+
+
+def test_different_names_and_factors(torch, hvd, comm):
+    """No tensor shows them; each rank would get a result, of what doesn't belong together."""
+    one, grad = torch.ones(comm.size), torch.ones(comm.size, requires_grad=True)
+    name, half = f"of {comm.rank}", 0.5 if comm.rank else 1.0
+    reductions = ("allreduce", "allreduce_", "reducescatter", "allreduce_async", "allreduce_async_")
+    grouped = ("grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async")
+    grouped += ("grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async")
+    named = ("allgather", "allgather_async", "alltoall", "alltoall_async")
+    calls = [
+        *(partial(getattr(hvd, each), one.clone()) for each in (*reductions, *named)),
+        *(partial(getattr(hvd, each), [one.clone()]) for each in grouped),
+        *(partial(call, one.clone(), 0) for call in (hvd.broadcast, hvd.broadcast_async)),
+        *(partial(call, one.clone(), 0) for call in (hvd.broadcast_, hvd.broadcast_async_)),
+        partial(hvd.grouped_allgather, [one]),
+        partial(hvd.grouped_allgather_async, [one]),
+        partial(hvd.sparse_allreduce_async, one.to_sparse(), op=hvd.Sum),
+        *(partial(call, grad) for call in (hvd.allreduce, hvd.allgather, hvd.reducescatter)),
+    ]
+    for call in calls:
+        with pytest.raises(hvd.HorovodInternalError, match="of 0"):
+            call(name=name)
+    scaled = [*(getattr(hvd, each) for each in (*reductions, *grouped)), hvd.reducescatter_async]
+    for call in scaled:
+        given = [one.clone()] if "grouped" in call.__name__ else one.clone()
+        for factor in ("prescale_factor", "postscale_factor"):
+            with pytest.raises(hvd.HorovodInternalError, match=r"factors .*0\.5"):
+                call(given, **{factor: half})
+    handle = hvd.allreduce_async(one, name="same", op=hvd.Sum, prescale_factor=0.5)
+    assert hvd.synchronize(handle).tolist() == [0.5 * comm.size] * comm.size
+    assert hvd.allreduce(one, name="same", op=hvd.Sum).tolist() == [comm.size] * comm.size
+    with pytest.raises(hvd.HorovodInternalError, match="1 tensors: of 0"):
+        hvd.broadcast_parameters([(name, one)], 0)
+    with pytest.raises(hvd.HorovodInternalError, match="1 tensors"):
+        hvd.broadcast_parameters([one] * (1 + comm.rank), 0)
+    # Horovod sorts a mapping by its keys.
+    mapping = {"b": one * 2, "a": one * 1} if comm.rank else {"a": one * 3, "b": one * 4}
+    hvd.broadcast_parameters(mapping, 0)
+    assert (mapping["a"][0], mapping["b"][0]) == (3, 4)
 
 
 def test_asynchronous_calls(torch, hvd, comm):
