@@ -23,7 +23,7 @@ COLLECTIVES = {
     | {"launching", "lifecycle", "reductions", "shm", "transports", "waiting", "world"},
     "horovod": {"communicator", "consistency", "errors", "reductions", "transports", "world"},
     "jax": {"caching", "communicator", "consistency", "reductions", "world"},
-    "compression": {"communicator", "reductions"},
+    "compression": {"arrays", "communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "bound", "calls", "diagnostics", "gpu", "group"}

@@ -193,14 +193,13 @@ def of_shape(
             return PASS if call(source, None) is PASS else None
         if out is None:
             out = empty(result, dtype)
-        elif type(out) is not ndarray or not out.flags.carray:
+        elif type(out) is not ndarray or not out.flags.carray or out.dtype != dtype:
             return PASS
         elif out is array and part is None:
             source = None
         elif (
             out is array
             or out.shape != result
-            or out.dtype != dtype
             or ((out.base is not None or array.base is not None) and overlap(array, out))
         ):
             return PASS

@@ -16,10 +16,10 @@ from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
 # The exceptions that `pickle` documents for unreadable data, and those of constructors that don't
-# take what was sent.
+# take what was sent, or lack here what it needs, such as a device. Others may be an interruption.
 _UNREADABLE = (
-    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError,
-    KeyError, TypeError, ValueError,
+    pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError,
+    LookupError, OSError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 

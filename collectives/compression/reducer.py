@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from collectives.arrays.kinds import to_numpy
 from collectives.communicator import Communicator
 from collectives.compression.compressors import ALLOWED, Compressor, MakeCompressor, parse
 from collectives.reductions.reduction import Array, ReduceOp, as_op
@@ -74,7 +75,7 @@ class CompressedReducer:
     ) -> list[np.ndarray[Any, Any]]:
         """The approximate sums or means over all ranks, as new arrays. Collective.
 
-        arrays: arrays of NumPy, or what `numpy.asarray` makes such of. The results are the same on
+        arrays: arrays on the CPU. The results are the same on
         the ranks of a node; those of powersgd on all nodes, if their processors, versions of NumPy
         and numbers of BLAS threads are equal; all others on all nodes.
         of: a name of the list, whose `repr` is equal on all ranks. Lists of different names share
@@ -85,7 +86,8 @@ class CompressedReducer:
         differ.
         """
         try:
-            given, op = [np.asarray(each) for each in arrays], as_op(op)
+            given = [to_numpy(each, f"arrays[{place}]") for place, each in enumerate(arrays)]
+            op = as_op(op)
             known = self._list_of(of, given, op)
         except Exception as error:
             # The other ranks raise, too, if this is not so on all.

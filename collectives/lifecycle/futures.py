@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from collectives.calls import Operation
 from collectives.consistency.flight_recorder import Entry, FlightRecorder
 from collectives.consistency.signature import Signature
-from collectives.errors import ENDED, CollectiveError, MismatchError, in_step
+from collectives.errors import ENDED, CollectiveError, MismatchError, UnusableError, in_step
 from collectives.execution.cost_model import CostParameters
 from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
@@ -41,7 +42,7 @@ class Handle(Generic[Result]):
     """
 
     def __init__(self, future: Future[Result]) -> None:
-        self._future = future
+        self._future, self._process = future, os.getpid()
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -51,9 +52,13 @@ class Handle(Generic[Result]):
         """The result; every call returns the same object.
 
         Raises the collective's exception, and TimeoutError if the call has not ended after
-        `timeout` seconds (it continues anyway).
+        `timeout` seconds (it continues anyway). UnusableError in a child that was forked.
         """
         timeout = check_timeout(timeout)
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)
+        if os.getpid() != self._process and not self._future.done():
+            raise UnusableError("this process is a forked child of the rank, and can't wait")
         try:
             return self._future.result(timeout)
         except BaseException as error:

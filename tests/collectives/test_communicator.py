@@ -3,9 +3,11 @@
 import itertools
 import pickle
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import collectives
 from collectives import algorithms
@@ -359,6 +361,21 @@ class OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
+def _raise_on(kind, rank):
+    if MPI.COMM_WORLD.rank == rank:
+        raise kind("missing here")
+
+
+class Missing:
+    """Can't be unpickled on one rank."""
+
+    def __init__(self, *given):
+        self._given = given
+
+    def __reduce__(self):
+        return _raise_on, self._given
+
+
 def test_what_cannot_be_unpickled_is_raised_everywhere_and_the_next_call_works(comm):
     root = comm.size - 1
     array = Unreadable(OddError("this", "that"))
@@ -368,6 +385,10 @@ def test_what_cannot_be_unpickled_is_raised_everywhere_and_the_next_call_works(c
         comm.broadcast_object(OddError("this", "that"), root)
     with pytest.raises(TypeError, match="'other'"):
         comm.all_gather_object(OddError("this", "that"))
+    # What is missing on one rank, such as a device.
+    for kind in (RuntimeError, FileNotFoundError, ZeroDivisionError):
+        with pytest.raises(kind) if comm.rank == root else nullcontext():
+            comm.broadcast_object(Missing(kind, root), 0)
     # Only the last rank's object can't be pickled.
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         comm.all_gather_object((lambda: 0) if comm.rank == root else 0)

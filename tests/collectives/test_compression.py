@@ -218,6 +218,7 @@ def test_wrong_calls():
 
         raises(ValueError, "must be 'sum' or 'mean'", given, "max")
         raises(ValueError, "op='some'", given, "some")
+        raises(TypeError, "masked array", [np.ma.masked_array(given[0])])
         raises(MismatchError, "mean", given, ("mean", "sum")[comm.rank])
         raises(MismatchError, "op='some'", given, ("mean", "some")[comm.rank])
         reducer.all_reduce_many(given)

@@ -251,9 +251,10 @@ CHILD_ENDS = {"sys.exit(3)": 3, "os._exit(3)": 3, "raise KeyError('child')": 1, 
 @pytest.mark.parametrize("end", slow_but(CHILD_ENDS, "raise KeyError('child')"))
 def test_a_forked_child(end, launch):
     body = f"""
-handle = comm.all_reduce_async(np.ones(3))
-handle.wait()
-calls = (check, lambda: check(50_000), comm.barrier, comm.close, lambda: comm.empty(3),
+comm.all_reduce_async(np.ones(3)).wait()
+pending = comm.all_reduce_async(np.ones(3)) if comm.rank == 0 else None
+wait = comm.barrier if pending is None else pending.wait
+calls = (wait, check, lambda: check(50_000), comm.barrier, comm.close, lambda: comm.empty(3),
          lambda: comm.all_reduce_async(np.ones(3)), lambda: comm.split(0),
          lambda: comm.send(np.ones(1), 0), lambda: comm.recv(np.ones(1), 0),
          lambda: collectives.Communicator(sys.modules["mpi4py.MPI"].COMM_WORLD))
@@ -270,6 +271,9 @@ if child == 0:
     {end}
     sys.exit(0)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+comm.barrier()
+pending = pending or comm.all_reduce_async(np.ones(3))
+assert pending.wait(float("inf")).tolist() == [2, 2, 2]
 assert code == {CHILD_ENDS[end]}, code
 check()
 check(50_000)

@@ -125,6 +125,24 @@ def test_the_paths_that_are_tried(part):
             np.testing.assert_array_equal(result, every[rank])
 
 
+def test_outputs_of_another_dtype_than_the_array(part):
+    """An array of integers can't take their mean, nor one of another byte order its sum."""
+    swapped = np.ones(FEW, np.dtype(float).newbyteorder())
+    for given, op in ((np.full(FEW, 3), "mean"), (np.full(MANY, 3), "mean"), (swapped, "sum")):
+        for call in (part.all_reduce, part.reduce, part.scan):
+            before = given.copy()
+            if op == "mean" and call == part.scan:
+                continue
+            # Calls of a kind are bound when they recur.
+            for _ in range(4):
+                call(given, op)
+                if call != part.reduce or part.rank == 0:
+                    with pytest.raises(TypeError, match="out"):
+                        call(given, op, out=given)
+            np.testing.assert_array_equal(given, before)
+    part.barrier()
+
+
 def test_wrong_outputs_leave_the_ranks_in_step(part):
     rank, size, last = part.rank, part.size, part.size - 1
     own = value(rank, (2, 2))

@@ -32,6 +32,7 @@ worlds = pytest.mark.ranks(1, 2, 3, 5)
 # A long one before short ones, which must not overtake it.
 LENGTHS = [0, 1, 500_003, 500, 100_003, 513, 1100, 2]
 DTYPES = ["float32", "int8", "bool", "complex128", "datetime64[s]", "U5", ml_dtypes.bfloat16]
+DTYPES += [">f8", ml_dtypes.float8_e5m2, ml_dtypes.int4]
 
 
 def ramp(rank, length, dtype="float64"):
