@@ -191,6 +191,7 @@ LAZY = {
         "strategies/estimator/linear.py",
         "strategies/estimator/models.py",
         "strategies/estimator/restored.py",
+        "strategies/keras/arguments.py",
         "strategies/keras/callbacks.py",
         "strategies/keras/data.py",
         "strategies/keras/loops.py",

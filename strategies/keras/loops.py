@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,9 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import array_slicing
 
+from collectives.consistency.signature import text_of_names
 from strategies.core.same_error import call_on_all, refuse_differences
+from strategies.keras.arguments import agreed_arguments, split_validation, taken
 from strategies.keras.callbacks import (
     RunningStatistics,
     callbacks_of_fit,
@@ -22,7 +22,7 @@ from strategies.keras.callbacks import (
 from strategies.keras.data import refuse_different_arrays, share_data
 from strategies.keras.orders import common_seed
 from strategies.keras.shares import Share, length_of, share_of
-from strategies.keras.state import divide_sums
+from strategies.keras.state import divide_sums, refuse_different_weights
 from strategies.keras.steps import row_of_zeros
 from strategies.keras.training import Training
 
@@ -38,6 +38,8 @@ class LoopMethods:
         self._model, self._training, self._kind = model, training, type(model)
         self._statistics = RunningStatistics(training, model)
         self._shared = self._fits = False
+        self._validated: Any = None
+        """The validation data of the last `fit`."""
 
     @classmethod
     def of(cls, model: Any, training: Training) -> LoopMethods:
@@ -62,9 +64,9 @@ class LoopMethods:
         seed = common_seed(training.communicator)
 
         def shared() -> tuple[Any, Any]:
-            _split_validation(given)
+            split_validation(given)
             validation = self._validation(given, given["batch_size"])
-            options = _taken(given, *_DATA, "batch_size", "class_weight", "shuffle")
+            options = taken(given, *_DATA, "batch_size", "class_weight", "shuffle")
             options["steps_per_epoch"] = given["steps_per_epoch"]
             return share_data(training, **options, seed=seed), validation
 
@@ -83,26 +85,29 @@ class LoopMethods:
         if not training.reduces:
             # Keras and callbacks may have set the weights to each rank's own after the last epoch.
             training.owner.synchronize()
+        # By callbacks at the end of training, or an optimizer that keeps averages of its own.
+        refuse_different_weights(training, self._model, "at the end of training")
         return history
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `evaluate`: the metrics over all ranks' pieces. Collective."""
         self._statistics.average()
         if kwargs.get("_use_cached_eval_dataset"):
-            return self._kind.evaluate(self._model, *args, **kwargs)
+            with self._of_equal_lengths("fit's validation", self._validated):
+                return self._kind.evaluate(self._model, *args, **kwargs)
         with self._within_epoch():
             given = self._divided("evaluate", args, kwargs, *_DATA)
-            return self._kind.evaluate(self._model, **given)
+            with self._of_equal_lengths("evaluate", given["x"]):
+                return self._kind.evaluate(self._model, **given)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `predict`: all rows, in their order, on every rank. Collective."""
-        lengths: list[int] = []
         given = self.of_prediction(args, kwargs)
-        given["x"].lengths = lengths
-        with self._training.outside_of_epoch():
+        with self._training.outside_of_epoch(), self._of_equal_lengths("predict", given["x"]):
             if not self._shared:
                 self._build(given["x"])
             outputs = self._kind.predict(self._model, **given)
+        lengths = given["x"].lengths
         return keras.tree.map_structure(lambda each: self._joined(each, lengths), outputs)
 
     def of_prediction(self, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -140,9 +145,19 @@ class LoopMethods:
             # Keras adds to these metrics until the epoch ends.
             divide_sums(self._training, self._model)
 
+    @contextmanager
+    def _of_equal_lengths(self, name: str, pieces: Any) -> Iterator[None]:
+        """A context for a loop over them. ValueError on every rank where their batches differ."""
+        lengths = pieces.lengths = []
+        yield
+        if self._training.reduces:
+            text = text_of_names(list(map(str, lengths)))
+            what = f"{name}: the ranks' batches have different numbers of rows"
+            refuse_differences(self._training.communicator, what, text)
+
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
         given = self._agreed_arguments(name, args, kwargs)
-        data = _taken(given, *_DATA)
+        data = taken(given, *_DATA)
         pieces = share_of(self._training).cut(tuple(data.values()))
         as_dictionary = given.pop("return_dict")
         given |= {**dict(zip(data, pieces, strict=True)), "return_dict": True}
@@ -157,7 +172,7 @@ class LoopMethods:
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
         """The arguments of a loop without training, with this rank's pieces."""
         given = self._agreed_arguments(name, args, kwargs)
-        options = _taken(given, *data, "batch_size")
+        options = taken(given, *data, "batch_size")
         options |= {"steps_per_epoch": given["steps"], "most": self._read_by(given["steps"])}
         communicator = self._training.communicator
         x = call_on_all(
@@ -172,13 +187,14 @@ class LoopMethods:
         if data is None:
             return None
         parts = keras.utils.unpack_x_y_sample_weight(data)
-        return share_data(
+        self._validated = share_data(
             self._training,
             *parts,
             batch_size=given["validation_batch_size"] or batch_size,
             steps_per_epoch=given["validation_steps"],
             most=self._read_by(given["validation_steps"]),
         )
+        return self._validated
 
     def _read_by(self, steps: int | None) -> int | None:
         """The number of batches that so many steps read: whole executions of them."""
@@ -189,20 +205,7 @@ class LoopMethods:
         return given["verbose"] if self._training.is_chief else 0
 
     def _agreed_arguments(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
-        """The arguments of the method by name. ValueError on every rank where they differ."""
-        given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
-        text = ", ".join(
-            f"{key}={_description(value)}"
-            for key, value in given.items()
-            if key not in ("callbacks", "verbose", "return_dict")
-        )
-        refuse_differences(
-            self._training.communicator,
-            f"{name}: the ranks' arguments differ",
-            text,
-            call=f"{name}, a call for every rank",
-        )
-        return given
+        return agreed_arguments(self._training, self._model, name, args, kwargs)
 
     def _build(self, pieces: Any) -> None:
         """Make the state the chief's before the first prediction, of a model that isn't built."""
@@ -251,41 +254,6 @@ def _step_with_a_row(step: tuple[Any, Any, Any]) -> tuple[Any, Any, list[Any]]:
 def _with_a_row(batch: Any) -> Any:
     """A rank's piece, or what stands for none: losses and metrics may need rows."""
     return batch if length_of(batch) else row_of_zeros(batch)
-
-
-def _bound(method: Method, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    bound = inspect.signature(method).bind(model, *args, **kwargs)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    given.pop("self")
-    given |= given.pop("kwargs", {})
-    return given
-
-
-def _taken(given: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Remove arguments that are passed in another way."""
-    return {name: given.pop(name, None) for name in names}
-
-
-def _split_validation(given: dict[str, Any]) -> None:
-    """Take the last samples for validation, as `fit` does."""
-    fraction, given["validation_split"] = given["validation_split"], 0.0
-    if fraction and given["validation_data"] is None:
-        arrays = given["x"], given["y"], given["sample_weight"]
-        split = array_slicing.train_validation_split(arrays, validation_split=fraction)
-        (given["x"], given["y"], given["sample_weight"]), given["validation_data"] = split
-
-
-def _description(value: Any) -> str:
-    """What must be equal on all ranks: shapes and dtypes of arrays, and plain values."""
-    if isinstance(value, dict):
-        return str({key: _description(each) for key, each in value.items()})
-    if isinstance(value, list | tuple):
-        return str([_description(each) for each in value])
-    if hasattr(value, "shape"):
-        return f"{getattr(value, 'dtype', '')}{list(value.shape)}"
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return repr(value) if plain else type(value).__name__
 
 
 def _as_numbers(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -726,6 +726,18 @@ def weights_that_no_reduction_keeps_equal():
         lambda: together.fit(X, Y, epochs=3, verbose=0, callbacks=[Assigns()]),
     )
 
+    class AssignsLast(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            bias = self.model.layers[1].bias
+            bias.assign(bias + RANK)
+
+    _, together = compiled()
+    raised_everywhere(
+        ValueError,
+        "weights differ at the end of training: 'sequential",
+        lambda: together.fit(X, Y, verbose=0, callbacks=[AssignsLast()]),
+    )
+
 
 @check
 def arrays_that_each_rank_has_divided():
@@ -818,6 +830,16 @@ def data_that_ends_early_on_one_rank():
             f"have a further batch, ranks [{SIZE - 1}] have none",
             lambda together=together: together.fit(some(), verbose=0),
         )
+    _, together = compiled()
+    together.fit(X, Y, verbose=0)
+    for name, call in {
+        "evaluate": lambda: together.evaluate(some(), verbose=0),
+        "predict": lambda: together.predict(some(), verbose=0),
+        "fit's validation": lambda: together.fit(X, Y, validation_data=some(), verbose=0),
+    }.items():
+        text = f"{name}: the ranks' batches have different numbers of rows"
+        raised_everywhere(ValueError, text, call)
+    trained(*compiled(), X, Y, validation_data=Batches())
 
 
 @check
@@ -926,6 +948,25 @@ def errors_are_those_of_every_rank():
         raised_everywhere(
             ValueError, "the ranks' models differ", partial(each.fit, X, Y, verbose=0)
         )
+    # NumPy's numbers, whose shapes and dtypes are equal.
+    epochs = np.int64(1 + RANK)
+    fit = partial(together.fit, X, Y, epochs=epochs)
+    raised_everywhere(ValueError, "the ranks' arguments differ", fit)
+    for options in (
+        {"loss": "mae" if RANK else "mse"},
+        {"loss": keras.losses.Huber(0.5 + RANK)},
+        {"metrics": [partial(keras.metrics.BinaryAccuracy, threshold=0.5 + 0.1 * RANK)]},
+        {"optimizer": partial(keras.optimizers.SGD, 0.05, clipnorm=1.0 + RANK)},
+        {"loss_weights": [1.0 + RANK]},
+    ):
+        _, odd = compiled(**options)
+        text = "the ranks have compiled the model differently"
+        raised_everywhere(ValueError, text, partial(odd.fit, X, Y, verbose=0))
+    # What is each rank's own: names, rates, and a function's code.
+    options = {"loss": eval("lambda y, p: ((y - p) ** 2)"), "run_eagerly": False}
+    optimizer = partial(keras.optimizers.SGD, 0.05 + RANK, name=f"of_{RANK}")
+    _, own = compiled(optimizer=optimizer, metrics=[keras.metrics.MeanSquaredError], **options)
+    own.fit(X, Y, verbose=0)
     raised_everywhere(
         ValueError,
         "reduction='sum'",

@@ -79,6 +79,27 @@ def test_steps_of_one_execution(tf, ds, strategy, equal_on_all):
     assert_as_alone(tf, ds, strategy, equal_on_all, run_eagerly=True)
 
 
+def test_ranks_that_compile_or_end_differently(tf, strategy, comm):
+    """Weights that each rank has changed by itself are noticed when `fit` ends."""
+    def clipped():
+        return tf.keras.optimizers.SGD(0.05, clipnorm=0.1 * (1 + comm.rank))
+
+    with pytest.raises(ValueError, match="compiled the model differently"):
+        fitted(tf, strategy, clipped)
+
+    class AssignsLast(tf.keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            # An assignment of the variable would be every rank's.
+            for part in self.model.layers[1].bias.value._values:
+                part.assign_add([1.0 + comm.rank])
+
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.layers.Dense(4), tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="weights differ at the end of training"):
+        model.fit(*data(), verbose=0, callbacks=[AssignsLast()])
+
+
 def test_losses_that_are_sums(tf, ds, strategy, equal_on_all):
     how = {
         "loss": tf.keras.losses.MeanSquaredError(reduction="sum"),

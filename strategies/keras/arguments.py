@@ -1,0 +1,107 @@
+"""Arguments that must be equal on all ranks: of `fit` and the other loops, and of `compile`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+
+from strategies.core.same_error import refuse_differences
+from strategies.keras.training import Training
+
+_RANKS_OWN = ("callbacks", "verbose", "return_dict")
+_NO_SETTINGS = ("name", "registered_name", "shared_object_id", "build_config")
+
+
+def agreed_arguments(
+    training: Training, model: Any, name: str, args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """The arguments of a method by name. ValueError on every rank where they differ. Collective."""
+    given = _bound(getattr(keras.Model, name), model, args, kwargs)
+    compared = {key: value for key, value in given.items() if key not in _RANKS_OWN}
+    refuse_differences(
+        training.communicator,
+        f"{name}: the ranks' arguments differ",
+        ", ".join(f"{key}={_description(value)}" for key, value in compared.items()),
+        call=f"{name}, a call for every rank",
+    )
+    return given
+
+
+def _bound(method: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = inspect.signature(method).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    given.pop("self")
+    given |= given.pop("kwargs", {})
+    return given
+
+
+def taken(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Remove arguments that are passed in another way."""
+    return {name: given.pop(name, None) for name in names}
+
+
+def split_validation(given: dict[str, Any]) -> None:
+    """Take the last samples for validation, as `fit` does."""
+    fraction, given["validation_split"] = given["validation_split"], 0.0
+    if fraction and given["validation_data"] is None:
+        arrays = given["x"], given["y"], given["sample_weight"]
+        split = array_slicing.train_validation_split(arrays, validation_split=fraction)
+        (given["x"], given["y"], given["sample_weight"]), given["validation_data"] = split
+
+
+def _description(value: Any) -> str:
+    """What must be equal on all ranks: shapes and dtypes of arrays, and plain values."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        return str({_description(key): _description(each) for key, each in value.items()})
+    if isinstance(value, list | tuple):
+        return str([_description(each) for each in value])
+    if hasattr(value, "shape"):
+        return f"{getattr(value, 'dtype', '')}{list(value.shape)}"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else type(value).__name__
+
+
+def refuse_different_settings(training: Training, model: Any) -> None:
+    """Raise ValueError on every rank where they have compiled the model differently. Collective.
+
+    Learning rates are the chief's, but for schedules. Names don't count, nor what a class of the
+    program's own doesn't tell.
+    """
+    compiled = getattr(model, "_compile_config", None)
+    settings = {} if compiled is None else dict(compiled.config)
+    settings |= {"optimizer": getattr(model, "optimizer", None)}
+    settings |= {"auto_scale_loss": getattr(model, "auto_scale_loss", None)}
+    text = ", ".join(f"{name}={_setting(each)}" for name, each in settings.items())
+    what = "fit: the ranks have compiled the model differently"
+    refuse_differences(training.communicator, what, text)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, dict):
+        if value.get("class_name") == "__lambda__":
+            return "lambda"  # its code has a path
+        parts = [f"{key}: {_setting(each)}" for key, each in value.items() if _counts(key, each)]
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_setting, value))}]"
+    if hasattr(value, "get_config"):
+        try:
+            config = value.get_config()
+        except NotImplementedError:
+            config = {}
+        # Keras's losses leave their arguments out, such as `delta`.
+        given = getattr(value, "_fn_kwargs", {})
+        return f"{type(value).__name__}{_setting({**config, **given})}"
+    return value.__name__ if inspect.isfunction(value) else _description(value)
+
+
+def _counts(key: Any, value: Any) -> bool:
+    return key not in _NO_SETTINGS and (key != "learning_rate" or isinstance(value, dict))
