@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Literal
-
-import torch
 
 from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer
-from collectives.errors import CollectiveError
+from collectives.torch.backward_hooks import BackwardHooks
 from collectives.torch.bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, make_buckets
-from collectives.torch.buckets import Accumulated, Bucket, Member, UnusableGradientError
 from collectives.torch.closures import fold_number
 from collectives.torch.parameters import (
     check_options,
@@ -23,17 +19,13 @@ from collectives.torch.parameters import (
     open_reducers,
     refuse_differences,
     refuse_second,
-    unfrozen,
-    without_gradient,
 )
-from collectives.torch.reduction_round import GradientError, Reason, Round, at_end, is_nested
+from collectives.torch.reduction_round import GradientError, Reason
 
 __all__ = ["GradientError", "GradientReducer"]
 
-_number_of_backward = torch._C._current_graph_task_id
 
-
-class GradientReducer:
+class GradientReducer(BackwardHooks):
     """Replaces the gradients of parameters by their mean or sum over the ranks.
 
     `backward` of a loss does it: when it returns, every `grad` holds the result, which has the same
@@ -55,9 +47,6 @@ class GradientReducer:
     """With `weighted`: how much this rank's gradients count in the next reduction, for example the
     number of samples of its batch. To be set before each backward that reduces; those within
     `no_sync` count as much. A rank with weight 0 may call `wait` instead of backward."""
-
-    renewal = "make a new reducer"
-    """What a program does where other parameters are to be trained, for messages."""
 
     def __init__(
         self,
@@ -94,35 +83,22 @@ class GradientReducer:
         """
         compression = None if compressed is None else compressed.compression
         check_options(op, unused, weighted, wire_dtype, compression)
-        self._comm, self._op, self._overlap = comm, op, overlap and compressed is None
-        self._weighted, self._unused = weighted, unused
+        overlap = overlap and compressed is None
         members = distinct(named_parameters)
-        self._names = {id(each.parameter): each.name for each in members}
-        self._frozen = [each for each in members if not each.parameter.requires_grad]
-        self._trained = [each for each in members if each.parameter.requires_grad]
-        self._optional = self._trained if unused == "zeros" else []
-        self._reduced = {id(each.parameter) for each in self._trained}
-        self._buckets: list[Bucket] = []
-        self._hooks: list[Any] = []
-        self._round: Round | None = None
-        self._accumulated = Accumulated()
-        self._synchronizes, self._stepped = True, True
-        self._rounds, self._failed, self._weighed = 0, False, 0.0
+        super().__init__(comm, members, op, weighted=weighted, unused=unused, overlap=overlap)
         self.closed = False
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         if comm.size == 1:
             return
         limits = first_bucket_bytes, bucket_bytes
-        given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {compression=}, {limits=}"
+        given = (
+            f"{op=}, {unused=}, {weighted=}, {overlap=}, {wire_dtype=}, {compression=}, {limits=}"
+        )
         refuse_second(comm, self._trained)
         refuse_differences(comm, [f"{given}, {sorted(sparse)}", *map(describe, self._trained)])
         positions = [number for number, each in enumerate(self._trained) if each.name in sparse]
         wire = compressed or wire_dtype
-        self._buckets = make_buckets(comm, self._trained, positions, wire, limits)
-        for number, bucket in enumerate(self._buckets):
-            for _, parameter in bucket.members:
-                hook = partial(self._arrive, id(parameter), number)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._install(make_buckets(comm, self._trained, positions, wire, limits))
         open_reducers.add(self)
 
     def has_all(self, parameters: Iterable[Any]) -> bool:
@@ -141,39 +117,60 @@ class GradientReducer:
         finally:
             self._synchronizes = usual
 
-    def wait(self, optimizer: Any = None, *, in_closure: bool = False) -> None:
+    def wait(self, optimizer: Any = None) -> None:
         """Reduce what no backward has reduced, such as gradients of `no_sync`. To precede a step.
+
+        A program calls it on every rank before it clips gradients, if a rank may have made no
+        backward that reduces. It may take the place of a step.
 
         optimizer: the one that steps. If nothing was reduced since its last step, its gradients,
             zeros if missing, are reduced now with `unused="zeros"`; else that is a GradientError.
-            Neither `in_closure`, of which some calls may make no backward.
 
         Raises GradientError, on every rank, after a backward that an exception interrupted on any.
         """
+        self._wait(optimizer)
+        if optimizer is not None:
+            self._waited.add(optimizer)
+
+    def before_step(self, optimizer: Any = None, *, in_closure: bool = False) -> None:
+        """As `wait`, where the program hasn't called it for this step.
+
+        Gradients that are missing `in_closure`, of which some calls may make no backward, are not
+        reduced. GradientError, on this rank alone, where it has changed gradients that other ranks
+        get only now.
+        """
+        waited = optimizer is not None and optimizer in self._waited
+        self._waited.discard(optimizer if waited else self)
+        self._wait(optimizer, in_closure=in_closure or waited, late=True)
+        early, self._early = self._early, None
+        if early is not None:
+            early.refuse_changes()
+
+    def _wait(self, optimizer: Any, *, in_closure: bool = False, late: bool = False) -> None:
         if self._comm.size == 1:
             self.weight = None
             return
         try:
-            self._finish(optimizer, in_closure)
+            self._finish(optimizer, in_closure, late)
         finally:
             self._stepped = True
             if optimizer is not None:
                 self._steps[optimizer] = self._rounds
 
-    def _finish(self, optimizer: Any, in_closure: bool) -> None:
+    def _finish(self, optimizer: Any, in_closure: bool, late: bool) -> None:
         if self._round is not None:
             if self._round.backwards:
                 raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
             # Backwards within a backward that brought no gradient of its own.
             self._end()
         elif self._accumulated.keys or (self._weighted and self.weight == 0):
-            self._begin()
+            self._begin(late)
             self._end()
         elif optimizer is not None and self._steps.get(optimizer, 0) != self._rounds:
             if self._failed:
                 raise GradientError(Reason.FAILED)  # the backward raised it on every rank
         elif optimizer is not None and self._trained and not in_closure:
-            self._begin()
+            self._begin(late)
             if self._unused == "error":
                 raise self._refuse(Reason.NO_BACKWARD)
             self._end()
@@ -192,109 +189,3 @@ class GradientReducer:
         open_reducers.discard(self)
         while self._hooks:
             self._hooks.pop().remove()
-
-    # Each call comes after a layer's gradients, which have emptied the caches: what it touches
-    # counts more than what it computes.
-    def _arrive(self, key: int, bucket: int, parameter: Any) -> None:
-        """The hook of each parameter: this rank's gradient is complete."""
-        current = self._round
-        if current is None or not self._synchronizes or current.number != _number_of_backward():
-            current = self._enter(key)
-            if current is None:
-                return
-        if key in current.arrived:
-            raise self._refuse(self._names[key] + Reason.TWICE)
-        if current.again and self._buckets[bucket].holds(parameter):
-            raise self._refuse(self._names[key] + Reason.SECOND_SUM)
-        current.arrived.add(key)
-        self._buckets[bucket].take_large(key, parameter)
-        if bucket < current.overlapped:
-            self._start(current, bucket)
-
-    def _enter(self, key: int) -> Round | None:
-        """The round of the present backward, or None if its gradients are only accumulated."""
-        if not self._synchronizes:
-            self._accumulated.add(key, self.weight)
-            return None
-        number = _number_of_backward()
-        current = self._round
-        if current is not None and number not in current.backwards and current.interrupted:
-            # The caller of the interrupted backward has its exception.
-            with suppress(GradientError):
-                raise self._refuse(Reason.INTERRUPTED)
-            current = None
-        if current is None:
-            current = self._begin()
-            current.again = self._op == "sum" and not self._stepped
-        if number not in current.backwards:
-            current.backwards[number] = at_end(self._end_backward, number)
-        current.number = number
-        if torch.is_grad_enabled():  # in a hook: whether backward makes a graph
-            raise self._refuse(f"{self._names[key]}{Reason.GRAPH}")
-        return current
-
-    def _start(self, current: Round, bucket: int) -> None:
-        """Start to reduce the complete buckets; one more gradient of `bucket` has arrived."""
-        try:
-            current.arrive(bucket)
-        except UnusableGradientError as error:
-            raise self._refuse(str(error)) from None
-
-    def _begin(self) -> Round:
-        weight, self.weight = self.weight, None
-        self._rounds, self._failed = self._rounds + 1, True  # until its end
-        self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap)
-        if self._weighted:
-            try:
-                self._round.weigh(weight, self._accumulated.weights)
-            except BaseException:
-                self._reset()
-                raise
-            self._weighed = weight or 0.0
-            if weight == 0:
-                self._accumulated.keys.update(self._reduced)
-        return self._round
-
-    def _end_backward(self, number: int) -> None:
-        """The end of a backward, which may have been made by another backward."""
-        if self._round is None:
-            return
-        self._round.backwards.pop(number, None)
-        if self._unused_members() and is_nested():
-            return
-        self._end()
-
-    def _end(self) -> None:
-        assert self._round is not None
-        unused = self._unused_members() if self._unused == "error" else []
-        if unused:
-            raise self._refuse(without_gradient(unused, self.renewal))
-        trained = [each for each in self._frozen if each.parameter.requires_grad]
-        if trained:
-            raise self._refuse(unfrozen(trained) + self.renewal)
-        try:
-            self._round.complete(self._optional)
-        except UnusableGradientError as error:
-            raise self._refuse(str(error)) from None
-        finally:
-            self._reset()
-        self._stepped = self._failed = False
-
-    def _unused_members(self) -> list[Member]:
-        assert self._round is not None
-        if len(self._round.arrived) == len(self._trained):
-            return []
-        known = self._round.arrived | self._accumulated.keys
-        return [each for each in self._trained if id(each.parameter) not in known]
-
-    def _refuse(self, reason: str) -> CollectiveError:
-        """End the round on all ranks; the error to raise."""
-        assert self._round is not None
-        try:
-            return self._round.refuse(reason)
-        finally:
-            self._reset()
-
-    def _reset(self) -> None:
-        self._round = None
-        self._accumulated.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +88,20 @@ def unfrozen(members: Sequence[Member]) -> str:
 
 open_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every `GradientReducer` that isn't closed."""
+
+
+@contextmanager
+def replaced(earlier: Sequence[Any]) -> Iterator[None]:
+    """A context that makes a reducer in place of earlier ones, which stay where it fails."""
+    for each in earlier:
+        open_reducers.discard(each)
+    try:
+        yield
+    except BaseException:
+        open_reducers.update(earlier)
+        raise
+    for each in earlier:
+        each.close()
 
 
 def is_reduced(parameters: Iterable[Any]) -> bool:

@@ -55,9 +55,11 @@ class Round:
     """The calls of one reduction, and the gradients that have arrived for it."""
 
     def __init__(
-        self, comm: Communicator, buckets: Sequence[Bucket], op: str, *, overlap: bool
+        self, comm: Communicator, buckets: Sequence[Bucket], op: str, *, overlap: bool, late: bool
     ) -> None:
+        """`late`: this rank makes it when the optimizer steps, not when a backward ends."""
         self._comm, self._buckets, self._op = comm, buckets, op
+        self.late, self.some_late = late, False
         self.overlapped = len(buckets) - 1 if overlap else 0
         """How many buckets are reduced during backward."""
         self._finishes: list[Finish] = []
@@ -100,7 +102,7 @@ class Round:
                 weight,
                 ", ".join(map(str, earlier)),
             )
-        total = np.array([0 if wrong else weight], np.float64)
+        total = np.array([0 if wrong else weight, self.late], np.float64)
         try:
             if wrong:
                 self._comm.barrier(_REFUSED + reason)
@@ -108,6 +110,7 @@ class Round:
             self._comm.all_reduce(total, out=total)
         except MismatchError as error:
             raise self._translated(error) from None
+        self.some_late = bool(total[1])
         # Without any sample the mean is not defined: zeros.
         self._scale = (weight or 0) / total[0] if total[0] else 0.0
 
@@ -126,7 +129,8 @@ class Round:
         Of the `optional` parameters, those for which no rank has a gradient keep None.
         """
         failed = None
-        present = np.array([each.parameter.grad is not None for each in optional], np.uint8)
+        found = (each.parameter.grad is not None for each in optional)
+        present = np.array([self.late, *found], np.uint8)
         try:
             while len(self._finishes) < len(self._buckets):
                 self._start_next()
@@ -137,7 +141,8 @@ class Round:
             raise self._translated(failed) from None
         if optional:
             self._comm.all_reduce(present, "max", out=present)
-            for each in compress(optional, present == 0):
+            self.some_late = self.some_late or bool(present[0])
+            for each in compress(optional, present[1:] == 0):
                 each.parameter.grad = None
 
     def refuse(self, reason: str) -> CollectiveError:

@@ -15,6 +15,7 @@ import torch
 from collectives import Communicator
 from collectives.torch.closures import over_ranks, then_reduced
 from collectives.torch.gradients import GradientReducer
+from collectives.torch.parameters import replaced
 from collectives.transports.local import alone
 from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
@@ -94,34 +95,36 @@ def distribute(
         if together:
             refuse_apart(model, weighted=weighted)
         description = _description(model, optimizers)
-    _close_earlier(model)
-    with PropagatedErrors(strategy.communicator, "distribute"):
-        reducer = GradientReducer(
-            communicator,
-            model.named_parameters(),
-            unused=unused,
-            weighted=weighted,
-            wire_dtype=wire_dtype,
-            sparse=_sparse_parameters(model),
-            compressed=strategy.compressed if together else None,
-        )
-    if not strategy.trains_alone:
-        try:
-            if together:
-                refuse_differences(
-                    strategy.communicator,
-                    "distribute: the ranks' optimizers differ",
-                    description,
-                    call="distribute, a call for every rank",
-                )
-            mirror_model(strategy, model)
-            if together:
-                mirror_optimizers(strategy.communicator, optimizers)
-        except BaseException:
-            # The next call would find the parameters taken.
-            reducer.close()
-            raise
-
+    earlier = _earlier(model)
+    with replaced([each.reducer for each in earlier]):
+        with PropagatedErrors(strategy.communicator, "distribute"):
+            reducer = GradientReducer(
+                communicator,
+                model.named_parameters(),
+                unused=unused,
+                weighted=weighted,
+                wire_dtype=wire_dtype,
+                sparse=_sparse_parameters(model),
+                compressed=strategy.compressed if together else None,
+            )
+        if not strategy.trains_alone:
+            try:
+                if together:
+                    refuse_differences(
+                        strategy.communicator,
+                        "distribute: the ranks' optimizers differ",
+                        description,
+                        call="distribute, a call for every rank",
+                    )
+                mirror_model(strategy, model)
+                if together:
+                    mirror_optimizers(strategy.communicator, optimizers)
+            except BaseException:
+                # The next call would find the parameters taken.
+                reducer.close()
+                raise
+    for each in earlier:
+        each.close()
     reducer.renewal = "call distribute again"
     before_step = _before_step(reducer, first_counts=unused == "zeros")
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
@@ -142,10 +145,10 @@ def _before_step(reducer: GradientReducer, *, first_counts: bool) -> Callable[..
             )
         closure = closure_of(arguments, named)
         # Backward runs in a closure later.
-        reducer.wait(None if closure else stepping)
+        reducer.before_step(None if closure else stepping)
         if closure is None:
             return None
-        reduced = then_reduced(closure, reducer.wait, stepping, first_counts=first_counts)
+        reduced = then_reduced(closure, reducer.before_step, stepping, first_counts=first_counts)
         folded = over_ranks(reduced, reducer.fold_number)
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
@@ -204,11 +207,10 @@ def _plain(setting: Any) -> Any:
     return float(setting) if isinstance(setting, Real) else type(setting).__name__
 
 
-def _close_earlier(model: Any) -> None:
+def _earlier(model: Any) -> list[_Training]:
+    """What trains the model, or shares a trained parameter with it."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    for training in list(_trainings):
-        if training.model() is model or training.reducer.reduces(trained):
-            training.close()
+    return [each for each in _trainings if each.model() is model or each.reducer.reduces(trained)]
 
 
 def gradients_of(strategy: Replication, model: Any) -> GradientReducer:

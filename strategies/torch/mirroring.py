@@ -18,6 +18,9 @@ from strategies.torch.steps import parameters_of
 def mirror_model(strategy: Replication, model: Any) -> None:
     """Overwrite parameters and buffers with the chief's. Collective."""
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    with PropagatedErrors(strategy.communicator, "distribute"):
+        for name, tensor in [*parameters, *buffers]:
+            _check(name, tensor)
     # A rank with one more would wait for the others.
     strategy.barrier(f"distribute: {len(parameters)} parameters and {len(buffers)} buffers")
     with torch.no_grad():
@@ -26,6 +29,14 @@ def mirror_model(strategy: Replication, model: Any) -> None:
             strategy.mirror(from_torch(on_cpu, name), f"distribute: {name}")
             if tensor.device.type != "cpu":
                 tensor.copy_(on_cpu)
+
+
+def _check(name: str, tensor: Any) -> None:
+    """TypeError for a tensor that can't be sent."""
+    if tensor.is_meta or tensor.layout != torch.strided or torch.nn.parameter.is_lazy(tensor):
+        kind = "lazy or meta" if tensor.layout == torch.strided else tensor.layout
+        raise TypeError(f"distribute: {name} is a {kind} tensor: must have elements of its own")
+    from_torch(torch.empty(0, dtype=tensor.dtype), name)
 
 
 def mirror_optimizers(communicator: Communicator, optimizers: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from strategies.core.same_error import refuse_differences
+from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.core.values import Array, whole_number
 
 log = logging.getLogger("strategies")
@@ -47,7 +47,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         remainder: Literal["repeat", "drop"],
     ) -> None:
         """Collective. Raises ValueError on every rank where lengths or arguments differ."""
-        given = f"{len(dataset)} samples, {shuffle=}, {seed=}, {remainder=}"
+        with PropagatedErrors(communicator, "sampler"):
+            given = f"{len(dataset)} samples, {shuffle=}, {seed=}, {remainder=}"
+            torch.Generator().manual_seed(seed)  # its errors
         refuse_differences(communicator, "sampler: the ranks' arguments differ", given)
         if remainder not in ("repeat", "drop"):
             raise ValueError(f"remainder={remainder!r}: must be 'repeat' or 'drop'")

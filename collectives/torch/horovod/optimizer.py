@@ -19,7 +19,7 @@ from collectives.torch.closures import LOSS, over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.tensors import request_of
-from collectives.torch.parameters import open_reducers
+from collectives.torch.parameters import open_reducers, replaced
 from collectives.torch.reduction_round import Reason
 
 
@@ -34,7 +34,6 @@ class _Gradients(GradientReducer):
         self.passes = passes
         self._made: Counter[int] = Counter()
         self._request = number_gradients(comm, self)
-        self._text = str(self._request)
 
     def zeroed(self) -> None:
         """The gradients of the last reduction are gone: a sum can't add them again."""
@@ -69,10 +68,10 @@ class _Gradients(GradientReducer):
             raise RuntimeError(self._names[key] + Reason.SECOND_SUM)
         self._accumulated.keys.add(key)
 
-    def _begin(self) -> Any:
-        comm = self._comm
-        with_joined(comm, self._request, lambda: comm.barrier(self._text))
-        return super()._begin()
+    def _begin(self, late: bool = False) -> Any:
+        comm, request = self._comm, self._request._replace(what=f"{self.passes} passes per step")
+        with_joined(comm, request, lambda: comm.barrier(str(request)))
+        return super()._begin(late)
 
     def _reset(self) -> None:
         super()._reset()
@@ -212,7 +211,9 @@ def DistributedOptimizer(  # noqa: N802
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler that was made before replaced the `step` of its optimizer.
     made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
-    with _replaced([each for _, each in named]):
+    parameters = [each for _, each in named]
+    every = [each for each in list(open_reducers) if isinstance(each, _Gradients)]
+    with replaced([each for each in every if each.reduces(parameters)]):
         made._gradients = _Gradients(
             ranks() if process_set is None else process_set.trainers(),
             named,
@@ -226,22 +227,6 @@ def DistributedOptimizer(  # noqa: N802
     optimizer._distributed = made
     finalize(made, made._gradients.close).atexit = False
     return made
-
-
-@contextmanager
-def _replaced(parameters: list[Any]) -> Iterator[None]:
-    """A context that makes a reducer of these in place of earlier ones, or else leaves those."""
-    every = [each for each in list(open_reducers) if isinstance(each, _Gradients)]
-    earlier = [each for each in every if each.reduces(parameters)]
-    for each in earlier:
-        open_reducers.discard(each)
-    try:
-        yield
-    except BaseException:
-        open_reducers.update(earlier)
-        raise
-    for each in earlier:
-        each.close()
 
 
 def _checked_passes(passes: int) -> int:

@@ -39,8 +39,9 @@ _TEXTS = {
     Reason.SAVE: "Checkpoint.save",
 }
 _SCALER = (
-    "; the ranks took unequal numbers of steps: a GradScaler skips optimizer.step() on a rank alone"
-    " whose gradients overflow, unless the optimizer has fused=True"
+    "; the ranks took unequal numbers of steps, as after an exception on one of them. A GradScaler"
+    " skips optimizer.step() on a rank alone whose gradients overflow, unless the optimizer has"
+    " fused=True"
 )
 
 

@@ -81,6 +81,7 @@ def test_steps_of_one_execution(tf, ds, strategy, equal_on_all):
 
 def test_ranks_that_compile_or_end_differently(tf, strategy, comm):
     """Weights that each rank has changed by itself are noticed when `fit` ends."""
+
     def clipped():
         return tf.keras.optimizers.SGD(0.05, clipnorm=0.1 * (1 + comm.rank))
 

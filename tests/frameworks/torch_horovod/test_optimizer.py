@@ -446,3 +446,14 @@ def test_memory_goes_with_the_optimizer(torch, hvd, comm):
     del model, optimizer
     gc.collect()
     assert not any(each() is not None for each in alive)
+
+
+def test_ranks_that_accumulate_differently(torch, hvd, comm):
+    """A reduction of two backwards would be added to another rank's of one."""
+    model, passes = torch.nn.Linear(2, 1), 1 + (comm.rank > 0)
+    made = torch.optim.SGD(model.parameters(), 0.1)
+    hvd.DistributedOptimizer(made, model.named_parameters(), backward_passes_per_step=passes)
+    for _ in range(passes - 1):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match="1 passes per step"):
+        model(torch.ones(1, 2)).sum().backward()

@@ -277,7 +277,7 @@ def test_local_sgd_with_a_gradient_scaler(torch, comm):
             train()
             torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), -0.75))
         else:
-            with pytest.raises(collectives.MismatchError, match="a GradScaler skips optimizer"):
+            with pytest.raises(collectives.MismatchError, match="A GradScaler skips optimizer"):
                 train()
 
 
@@ -375,6 +375,15 @@ def test_what_one_rank_alone_gives(torch, comm):
         strategy.distribute(model, [], unused="bogus" if last else "error")
     with pytest.raises(ValueError, match="remainder='pad'"):
         strategy.sampler(range(10), remainder="pad" if last else "drop")
+    for given in ((iter([]) if last else range(10), 0), (range(10), 0.5 if last else 0)):
+        with pytest.raises((TypeError, collectives.MismatchError), match="sampler"):
+            strategy.sampler(given[0], seed=given[1])
+    with pytest.raises(ValueError, match="unused='zeros'"):
+        strategy.distribute(model, [], unused="zeros" if last else "error")
+    odd = torch.nn.Linear(2, 2)
+    odd.register_buffer("state", torch.zeros(2).to_sparse() if last else torch.zeros(2))
+    with pytest.raises((TypeError, collectives.MismatchError), match="sparse_coo"):
+        strategy.distribute(odd, [])
     more = torch.nn.Sequential(model)
     if last:
         more.append(torch.nn.BatchNorm1d(3, affine=False))
@@ -571,6 +580,72 @@ def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
     optimizer.step(lambda: None)
     with pytest.raises(RuntimeError, match="no backward has brought gradients"):
         optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_earlier_distribute_stays_where_a_later_one_fails(torch, comm):
+    strategy, last = strategy_of("worker", comm), comm.rank == comm.size - 1
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer)
+    for wrong in (
+        {"wire_dtype": torch.float16 if last else None},
+        {"wire_dtype": "float16"},
+        {"optimizer": torch.optim.SGD(model.parameters(), 0.2 if last else 0.1)},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            strategy.distribute(model, wrong.pop("optimizer", optimizer), **wrong)
+    expected = network(torch)
+    parts = batches(torch, comm.size)
+    train(torch, model, optimizer, [each.chunk(comm.size)[comm.rank] for each in parts])
+    train(torch, expected, torch.optim.SGD(expected.parameters(), 0.1), parts)
+    check(torch, model, expected)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "how", [{"unused": "zeros"}, {"weighted": True}], ids=["zeros", "weighted"]
+)
+def test_gradients_that_are_changed_before_all_ranks_have_them(torch, comm, how):
+    """A rank without samples gets them in the step, where the others have clipped theirs."""
+    strategy, absent = strategy_of("worker", comm), comm.rank == comm.size - 1
+    model, expected = network(torch), network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer, **how)
+    reducer = strategy.gradients_of(model)
+
+    def backward():
+        optimizer.zero_grad()
+        reducer.weight = 0 if absent else ROWS
+        if not absent:
+            loss_of(model, torch.ones(ROWS, 5) * (comm.rank + 1)).backward()
+
+    def clip():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    backward()
+    optimizer.step()  # Nothing was changed.
+    backward()
+    reducer.wait(optimizer)
+    clip()
+    optimizer.step()
+    alone = torch.optim.SGD(expected.parameters(), 0.1)
+    present = [torch.ones(ROWS, 5) * (rank + 1) for rank in range(comm.size - 1)]
+    for clips in (False, True):
+        alone.zero_grad()
+        loss = sum(loss_of(expected, each) for each in present)
+        (loss / (len(present) if how.get("weighted") else comm.size)).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
+        alone.step()
+    check(torch, model, expected)
+    backward()
+    clip()
+    if absent:
+        optimizer.step()
+    else:
+        with pytest.raises(collectives.torch.GradientError, match="was changed between backward"):
+            optimizer.step()
 
 
 @pytest.mark.ranks(2, 3)
