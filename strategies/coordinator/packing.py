@@ -96,6 +96,10 @@ class References:
     def keep(self, name: Any, thing: Any) -> None:
         """On a worker: keep what the chief has sent once."""
 
+    def keep_error(self, name: Any, error: BaseException) -> None:
+        """On a worker: as `keep`, of what can't be unpacked: what needs it fails by this error."""
+        raise error
+
     def call(
         self,
         context: contexts.ReplicaContext,

@@ -82,9 +82,19 @@ class Worker:
         elif isinstance(body, NewDataset):
             self._datasets.add(body.number, call.arrays)
         elif isinstance(body, Keep):
-            self._references.keep(body.name, unpack(call.arrays, self._references))
+            self._keep(body.name, call)
         elif isinstance(body, End):
             self._ended = True
+
+    def _keep(self, name: Any, call: Call) -> None:
+        try:
+            thing = unpack(call.arrays, self._references)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as of `_run`
+            self._references.keep_error(name, error)
+        else:
+            self._references.keep(name, thing)
 
     def _run(self, call: Call) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -94,7 +95,10 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         device = self._device
         if isinstance(colocate_with, values.DistributedValues):
             device = colocate_with._devices[0]
-        strategy, mirror = self._container_strategy(), self.operations.mirror
+        rules = ("synchronization", "aggregation", "trainable")
+        given = [f"{rule}={kwargs[rule]}" for rule in rules if kwargs.get(rule) is not None]
+        what = ", ".join(["a variable's initial value", *given])
+        strategy, mirror = self._container_strategy(), partial(self.operations.mirror, what=what)
         return variables.create(strategy, device, mirror, next_creator, self._classes, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:

@@ -13,6 +13,7 @@ from tensorflow.python.distribute import input_util
 from collectives import Communicator
 from strategies.core.same_error import call_on_all
 from strategies.tensorflow.files import chain, files_of
+from strategies.tensorflow.seeds import orders_of, warn_of_orders
 
 log = logging.getLogger("strategies")
 
@@ -70,7 +71,11 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
     # What files hold is not known, whatever `repeat().take(n)` or the program says of all.
     own = int(made.cardinality) if policy is _POLICIES.DATA else -1
-    counts = communicator.all_gather_object(own)
+    orders = orders_of(dataset) if policy in (_POLICIES.DATA, _POLICIES.FILE) else []
+    every = communicator.all_gather_object((own, orders))
+    if communicator.rank == 0:
+        warn_of_orders([each for _, each in every])
+    counts = [count for count, _ in every]
     if counts[0] >= 0 and len(set(counts)) == 1:
         made._enable_get_next_as_optional = False
     return made

@@ -207,8 +207,9 @@ class LocalExtended(CollectiveExtended):
                 means[number] = np.asarray(total / self._size, total.dtype)
 
     def _trained(self) -> list[Any]:
-        made = [each for reference in self._variables if (each := reference()) is not None]
-        return [each for each in made if each.trainable or each.is_statistic]
+        made = [reference() for reference in self._variables]
+        present = [each for each in made if each is not None]
+        return [each for each in present if each.trainable or each.is_statistic]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         return distribute_whole_batches(self, dataset, options)

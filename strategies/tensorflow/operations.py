@@ -79,6 +79,21 @@ class Operations:
 
         self.execute(call, [tf.constant(0)], [[]])
 
+    def compare_reduction(self, op: Any, ranks: Sequence[int | None], axis: Any) -> None:
+        """An error on every rank where the arguments of `Strategy.reduce` differ, or are wrong.
+
+        ranks: the numbers of the values' axes, None where one isn't known.
+        """
+        with PropagatedErrors(self.communicator, "reduce"):
+            tf.distribute.ReduceOp(op.upper() if isinstance(op, str) else op)
+            for each in () if axis is None else tf.nest.flatten(axis):
+                for rank in ranks:
+                    if rank is not None and not -rank <= each < rank:
+                        raise ValueError(f"reduce: axis={each}: the value has {rank} axes")
+        if axis is not None:
+            # TensorFlow adds up the values of this replica before it calls the strategy.
+            self.compare(f"reduce over the axis {axis}")
+
     def _reduce_dense(
         self,
         values: Sequence[Any],
@@ -185,11 +200,14 @@ class Operations:
         value = tf.convert_to_tensor(value)
         return self._execute_one(self.replication.broadcast_first, value, value.shape)
 
-    def mirror(self, value: Any) -> Any:
-        """The chief's value of a new variable; a MismatchError where shapes or dtypes differ."""
+    def mirror(self, value: Any, what: str = "a variable's initial value") -> Any:
+        """The chief's value of a new variable; TypeError for strings.
+
+        A MismatchError on every rank where shapes, dtypes or texts differ.
+        """
         if self.communicator.size == 1:
             return value
-        what = "a variable's initial value"
+        _refuse_strings(what, value)
         mirror = self.replication.mirror
         return self._execute_one(lambda own: mirror(np.array(own), what), value, value.shape)
 

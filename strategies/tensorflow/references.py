@@ -52,6 +52,7 @@ class TensorReferences(ServedReferences):
         self._functions: dict[int, tuple[FunctionName, Any]] = {}
         self._numbers = count()
         self._kept: dict[FunctionName, Any] = {}
+        self._errors: dict[FunctionName, BaseException] = {}
         self._packing: list[Any] = []
 
     def name(self, thing: Any) -> Any:
@@ -65,6 +66,12 @@ class TensorReferences(ServedReferences):
             return self._name_of_variable(thing)
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):
             return self._name_of_function(thing)
+        if isinstance(thing, tf.Tensor) and thing.dtype in (tf.resource, tf.variant):
+            raise TypeError(
+                f"{thing.name if tf.is_symbolic_tensor(thing) else 'a tensor'} of dtype"
+                f" {thing.dtype.name}, as of a lookup table, belongs to one process: make the"
+                " table, or the layer that has it, within dataset_fn or the scheduled function"
+            )
         if isinstance(thing, BaseResourceVariable):
             raise TypeError(
                 f"variable {thing.name!r} was created outside of the scope of"
@@ -77,6 +84,8 @@ class TensorReferences(ServedReferences):
         if isinstance(name, StrategyName):
             return self.tensor_strategy
         if isinstance(name, FunctionName):
+            if name in self._errors:
+                raise self._errors[name]
             return self._kept.get(name) or _LaterFunction(self._kept, name)
         return self._variable(name) if isinstance(name, VariableName) else super().resolve(name)
 
@@ -86,6 +95,12 @@ class TensorReferences(ServedReferences):
             self._kept[name] = thing
         else:
             super().keep(name, thing)
+
+    def keep_error(self, name: Any, error: BaseException) -> None:
+        """Calls of a function that can't be unpacked fail by the error; others go on."""
+        if not isinstance(name, FunctionName):
+            super().keep_error(name, error)
+        self._errors[name] = error
 
     def call(self, context: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         """Call the function in the scope, in which it may call `strategy.run`."""

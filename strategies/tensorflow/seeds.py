@@ -5,15 +5,20 @@ Inside of `run` the operations of each replica have seeds of their own.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from collectives import Communicator
+from strategies.tensorflow.files import chain
+
+log = logging.getLogger("strategies")
 
 _STRIDE = 1_000_003
 
@@ -30,6 +35,27 @@ def agree_on_seed(communicator: Communicator) -> None:
     if None in seeds:
         seed = own if own is not None else random.SystemRandom().randrange(1 << 31)
         tf.random.set_seed(communicator.broadcast_object(seed))
+
+
+def orders_of(dataset: Any) -> list[tuple[int, int]]:
+    """The seeds of the dataset's steps that draw random numbers."""
+    seeded = [each for each in chain(dataset) if hasattr(each, "_seed2")]
+    return [(int(each._seed), int(each._seed2)) for each in seeded]
+
+
+def warn_of_orders(orders: Sequence[list[tuple[int, int]]]) -> None:
+    """Log a warning where the ranks' datasets have different seeds, or none."""
+    if any(each != orders[0] for each in orders):
+        reason = (
+            "the ranks' datasets shuffle by different seeds: give shuffle a seed, or set equal"
+            " seeds by tf.random.set_seed, and let no rank draw random numbers of TensorFlow alone"
+            " before the dataset is made"
+        )
+    elif (0, 0) in orders[0]:
+        reason = "the dataset shuffles without a seed: make it after the strategy, or give a seed"
+    else:
+        return
+    log.warning("%s. Some rows are lost and others repeated: each rank keeps its part", reason)
 
 
 @contextmanager

@@ -110,6 +110,15 @@ class Strategy(tf.distribute.Strategy):
         """The resolver of the cluster and this process's task; None on a single worker."""
         return self.array_strategy.cluster_resolver
 
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """As of `tf.distribute.Strategy`. One rank's wrong op or axis is an error on every rank."""
+        extended = self.extended
+        if not extended.is_alone:
+            leaves = [self.experimental_local_results(each)[0] for each in tf.nest.flatten(value)]
+            ranks = [getattr(getattr(each, "shape", None), "rank", None) for each in leaves]
+            extended.operations.compare_reduction(reduce_op, ranks, axis)
+        return super().reduce(reduce_op, value, axis)
+
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:

@@ -10,6 +10,19 @@ from tests.frameworks.tensorflow_strategies.served import run_workers
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout_seconds(300)]
 
 
+def refuse():
+    raise RuntimeError("it can't be read on a worker")
+
+
+class Unreadable:
+    """Can be pickled, but not unpickled."""
+
+    number = 1
+
+    def __reduce__(self):
+        return refuse, ()
+
+
 @pytest.mark.ranks(3)
 def test_training(tf, ds, comm):
     """The tutorial's loop, with one worker: the numbers of one process."""
@@ -155,6 +168,27 @@ def test_functions_of_objects_and_of_threads(tf, ds, comm):
         assert fetched(itself, 2) == 7.0
         rows = tf.function(lambda: tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1])))
         assert coordinator.schedule(rows).fetch().indices.numpy().tolist() == [1]
+
+        with strategy.scope():
+            layers = tf.keras.layers
+            words = layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0)
+            numbers = layers.IntegerLookup()
+            numbers.adapt(np.array([[5], [3], [5]]))
+            scaled = tf.keras.Sequential([tf.keras.Input((1,)), layers.Rescaling(0.5)])
+        assert fetched(tf.function(lambda: words(tf.constant(["b"]))[0])) == 1
+        assert fetched(tf.function(lambda: numbers(tf.constant([[5]]))[0, 0])) == 1
+        assert fetched(tf.function(lambda: scaled(tf.ones((1, 1)))[0, 0])) == 0.5
+        table = tf.lookup.StaticHashTable(
+            tf.lookup.KeyValueTensorInitializer(["a"], [1]), default_value=-1
+        )
+        with pytest.raises(TypeError, match="as of a lookup table, belongs to one process"):
+            fetched(tf.function(lambda: table.lookup(tf.constant("a"))))
+        bad = Unreadable()
+        for _ in range(2):
+            # The worker goes on.
+            with pytest.raises(RuntimeError, match="can't be read on a worker"):
+                fetched(tf.function(lambda: tf.constant(bad.number)))
+        assert fetched(itself, 1) == 7.0
 
         count, results = 4, {}
         together = threading.Barrier(count)

@@ -162,6 +162,32 @@ def test_batches_are_split_in_one_order(tf, strategy, comm, caplog):
     assert "has a step with deterministic=False" in caplog.text
 
 
+def test_ranks_that_shuffle_by_different_seeds(tf, strategy, comm, caplog):
+    """A rank that has drawn a random number alone gives the next dataset another seed."""
+
+    def distributed(seed=None):
+        caplog.clear()
+        dataset = tf.data.Dataset.range(12).shuffle(12, seed).repeat(2).batch(4)
+        made = strategy.experimental_distribute_dataset(dataset)
+        return np.concatenate([part for batch in made for part in [batch.values[0].numpy()]])
+
+    def rows(seed=None):
+        return np.sort(np.concatenate(comm.all_gather_object(distributed(seed)))).tolist()
+
+    whole = sorted([*range(12)] * 2)
+    assert rows() == whole
+    assert "seed" not in caplog.text
+    if comm.rank:
+        tf.random.normal(())
+    distributed()
+    assert ("shuffle by different seeds" in caplog.text) == (comm.rank == 0)
+    assert rows(seed=7) == whole
+    assert "seed" not in caplog.text
+    monotonic = tf.data.Dataset.range(12).batch(4)
+    strategy.experimental_distribute_dataset(monotonic)
+    assert "seed" not in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_files_beside_other_sources(tf, strategy, comm, folder):
     """Rows stay paired, and in the order of one process in `predict`."""

@@ -36,7 +36,7 @@ def test_a_mismatch(tf, strategy, comm):
 
 def test_a_mistake_of_one_rank(tf, strategy, comm):
     """It is raised on all ranks: a nest of other keys would add up what doesn't belong together."""
-    odd, ones = comm.rank == 1, tf.ones([3])
+    odd, ones, square = comm.rank == 1, tf.ones([3]), tf.ones([3, 3])
     calls = {
         "reduce refused by TypeError": lambda: strategy.reduce(
             "SUM", None if odd else ones, axis=None
@@ -60,6 +60,12 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
                 "SUM", {"c" if odd else "a": ones}
             )
         ),
+        "reduce over the axis 1": lambda: strategy.reduce("SUM", square, axis=int(odd)),
+        "over the axis 0": tf.function(lambda: strategy.reduce("MEAN", square, axis=int(odd))),
+        "axis=5: the value has 2 axes": lambda: strategy.reduce(
+            "SUM", square, axis=5 if odd else 0
+        ),
+        "refused by ValueError": lambda: strategy.reduce("FOO" if odd else "SUM", ones, axis=None),
         r"reduce of \[\{'b': \*\}\]": tf.function(
             lambda: strategy.reduce("SUM", [{"b" if odd else "a": ones}], axis=None)
         ),
@@ -69,6 +75,12 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
             call()
         total = strategy.reduce("SUM", {"a": ones, "b": [ones]}, axis=None)
         np.testing.assert_array_equal(total["b"][0], [comm.size] * 3)
+    rule = tf.VariableSynchronization.ON_READ if odd else tf.VariableSynchronization.AUTO
+    with strategy.scope():
+        with pytest.raises(collectives.MismatchError, match="ON_READ"):
+            tf.Variable(1.0, synchronization=rule, aggregation=tf.VariableAggregation.SUM)
+        with pytest.raises(TypeError, match="dtype string"):
+            tf.Variable("a")
 
 
 def test_a_deadline(tf, strategy, comm):
