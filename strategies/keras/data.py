@@ -78,10 +78,7 @@ class Pieces(DataAdapter):
         if self._compared:
             return
         self._compared = True
-        digest = digest_of(keras.tree.flatten(batch))
-        differ = compare(self._training.communicator, "first batch: ", digest, digest)
-        if differ is not None and self._training.is_chief:
-            log.warning("%s", _DIFFERENT_BATCHES)
+        warn_of_different_batches(self._training, batch)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Pieces of NumPy arrays."""
@@ -204,6 +201,14 @@ class ArrayPieces(ArrayDataAdapter):
         ).T
         order = self._order if self._shuffle else None
         return pieces_of(self._inputs, starts, stops, order)
+
+
+def warn_of_different_batches(training: Training, batch: Any) -> None:
+    """Log a warning on the chief where the ranks' global batches differ. Collective."""
+    digest = digest_of(keras.tree.flatten(batch))
+    differ = compare(training.communicator, "first batch: ", digest, digest)
+    if differ is not None and training.is_chief:
+        log.warning("%s", _DIFFERENT_BATCHES)
 
 
 def share_data(

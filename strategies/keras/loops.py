@@ -19,7 +19,7 @@ from strategies.keras.callbacks import (
     callbacks_of_rank,
     errors_kept,
 )
-from strategies.keras.data import refuse_different_arrays, share_data
+from strategies.keras.data import refuse_different_arrays, share_data, warn_of_different_batches
 from strategies.keras.orders import common_seed
 from strategies.keras.shares import Share, length_of, share_of
 from strategies.keras.state import divide_sums, refuse_different_weights
@@ -37,7 +37,7 @@ class LoopMethods:
     def __init__(self, model: Any, training: Training) -> None:
         self._model, self._training, self._kind = model, training, type(model)
         self._statistics = RunningStatistics(training, model)
-        self._shared = self._fits = False
+        self._shared = self._fits = self._batches = False
         self._validated: Any = None
         """The validation data of the last `fit`."""
 
@@ -158,6 +158,9 @@ class LoopMethods:
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
         given = self._agreed_arguments(name, args, kwargs)
         data = taken(given, *_DATA)
+        if not self._batches:
+            self._batches = True
+            warn_of_different_batches(self._training, list(data.values()))
         pieces = share_of(self._training).cut(tuple(data.values()))
         as_dictionary = given.pop("return_dict")
         given |= {**dict(zip(data, pieces, strict=True)), "return_dict": True}

@@ -6,6 +6,7 @@ one start serves all checks, since importing the frameworks takes longest.
 
 import copy
 import json
+import logging
 import math
 import sys
 import tempfile
@@ -112,6 +113,15 @@ def trained(alone, together, *data, **how):
     histories = [model.fit(*data, **how) for model in (alone, together)]
     assert_in_step(alone, together)
     assert_same_history(*histories)
+
+
+def logged():
+    """The warnings of the library from now on."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("strategies").addHandler(handler)
+    return warnings
 
 
 def directory():
@@ -269,6 +279,10 @@ def single_batches():
     found = together.test_on_batch(X, Y, return_dict=True)
     assert found.keys() == expected.keys()
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    warnings, (_, together) = logged(), compiled()
+    for _ in range(2):
+        together.train_on_batch(X + RANK, Y)
+    assert len(warnings) == int(RANK == 0), warnings
 
 
 @check
@@ -1009,18 +1023,13 @@ def a_loss_scale_that_one_rank_overflows():
 
 @needs_tensorflow
 def datasets_of_tensorflow():
-    import logging
-
     import tensorflow as tf
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     trained(*compiled(), data, batch_size=None, validation_data=data.take(2))
     trained(*compiled(), data.repeat(), batch_size=None, steps_per_epoch=5)
     _, together = compiled()
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("strategies").addHandler(handler)
+    warnings = logged()
     shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(64, seed=RANK).batch(BATCH)
     together.fit(shuffled, epochs=2, verbose=0)
     assert_same_everywhere(weights_of(together).tobytes())
