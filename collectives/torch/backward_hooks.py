@@ -55,6 +55,7 @@ class BackwardHooks:
         self._waited: weakref.WeakSet[Any] = weakref.WeakSet()
         """The optimizers for which the program has waited since the last round."""
         self._early: ReducedGradients | None = None
+        """Of the last round, where other ranks have it only in their step."""
 
     def _install(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
@@ -114,6 +115,7 @@ class BackwardHooks:
         weight, self.weight = self.weight, None
         self._rounds, self._failed = self._rounds + 1, True  # until its end
         self._waited.clear()
+        self._early = None
         self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap, late=late)
         if self._weighted:
             try:

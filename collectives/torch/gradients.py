@@ -140,24 +140,25 @@ class GradientReducer(BackwardHooks):
         get only now.
         """
         waited = optimizer is not None and optimizer in self._waited
-        self._waited.discard(optimizer if waited else self)
-        self._wait(optimizer, in_closure=in_closure or waited, late=True)
+        if waited:
+            self._waited.discard(optimizer)
+        self._wait(optimizer, may_lack=in_closure or waited, late=True)
         early, self._early = self._early, None
         if early is not None:
             early.refuse_changes()
 
-    def _wait(self, optimizer: Any, *, in_closure: bool = False, late: bool = False) -> None:
+    def _wait(self, optimizer: Any, *, may_lack: bool = False, late: bool = False) -> None:
         if self._comm.size == 1:
             self.weight = None
             return
         try:
-            self._finish(optimizer, in_closure, late)
+            self._finish(optimizer, may_lack, late)
         finally:
             self._stepped = True
             if optimizer is not None:
                 self._steps[optimizer] = self._rounds
 
-    def _finish(self, optimizer: Any, in_closure: bool, late: bool) -> None:
+    def _finish(self, optimizer: Any, may_lack: bool, late: bool) -> None:
         if self._round is not None:
             if self._round.backwards:
                 raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
@@ -169,7 +170,7 @@ class GradientReducer(BackwardHooks):
         elif optimizer is not None and self._steps.get(optimizer, 0) != self._rounds:
             if self._failed:
                 raise GradientError(Reason.FAILED)  # the backward raised it on every rank
-        elif optimizer is not None and self._trained and not in_closure:
+        elif optimizer is not None and self._trained and not may_lack:
             self._begin(late)
             if self._unused == "error":
                 raise self._refuse(Reason.NO_BACKWARD)

@@ -150,8 +150,8 @@ def _before_step(reducer: GradientReducer, *, first_counts: bool) -> Callable[..
             return None
         reduced = then_reduced(closure, reducer.before_step, stepping, first_counts=first_counts)
         folded = over_ranks(reduced, reducer.fold_number)
-        replaced = {key: folded if each is closure else each for key, each in named.items()}
-        return tuple(folded if each is closure else each for each in arguments), replaced
+        options = {key: folded if each is closure else each for key, each in named.items()}
+        return tuple(folded if each is closure else each for each in arguments), options
 
     return before_step
 
@@ -210,7 +210,8 @@ def _plain(setting: Any) -> Any:
 def _earlier(model: Any) -> list[_Training]:
     """What trains the model, or shares a trained parameter with it."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    return [each for each in _trainings if each.model() is model or each.reducer.reduces(trained)]
+    every = list(_trainings)
+    return [each for each in every if each.model() is model or each.reducer.reduces(trained)]
 
 
 def gradients_of(strategy: Replication, model: Any) -> GradientReducer:

@@ -646,6 +646,15 @@ def test_gradients_that_are_changed_before_all_ranks_have_them(torch, comm, how)
     else:
         with pytest.raises(collectives.torch.GradientError, match="was changed between backward"):
             optimizer.step()
+    # A step that is left out leaves no trace.
+    backward()
+    clip()
+    if absent:
+        optimizer.step()
+    optimizer.zero_grad()
+    reducer.weight = ROWS
+    loss_of(model, torch.ones(ROWS, 5)).backward()
+    optimizer.step()
 
 
 @pytest.mark.ranks(2, 3)
