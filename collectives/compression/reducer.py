@@ -75,9 +75,9 @@ class CompressedReducer:
     ) -> list[np.ndarray[Any, Any]]:
         """The approximate sums or means over all ranks, as new arrays. Collective.
 
-        arrays: arrays on the CPU. The results are the same on
-        the ranks of a node; those of powersgd on all nodes, if their processors, versions of NumPy
-        and numbers of BLAS threads are equal; all others on all nodes.
+        arrays: arrays on the CPU, or lists of numbers. The results are the same on the ranks of a
+            node; those of powersgd on all nodes, if their processors, versions of NumPy and numbers
+            of BLAS threads are equal; all others on all nodes.
         of: a name of the list, whose `repr` is equal on all ranks. Lists of different names share
         no errors that are fed back.
 

@@ -128,9 +128,9 @@ def check_text(what: Any) -> None:
         raise TypeError(f"{what=}: must be a str, or None")
 
 
-def text_of_names(names: Sequence[str]) -> str:
-    """The names as text to be compared: a long one is cut, and ends with a digest of the whole."""
-    text = ", ".join(names)
+def shortened(parts: Sequence[str]) -> str:
+    """The parts as text to be compared: a long one is cut, and ends with a digest of the whole."""
+    text = ", ".join(parts)
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -106,10 +106,10 @@ def join(device: int = -1) -> int:
     from the returned rank.
 
     Every reduction of `DistributedOptimizer`, and every asynchronous call, begins with a barrier,
-    in which this is noticed. Other calls cost nothing, unless a rank has joined: then each costs
-    two exchanges more. Those that zeros can't take part in, such as `allgather`, reductions by Min,
-    Max or Product, and reductions that are differentiated, raise NotImplementedError on the ranks
-    that make them.
+    in which this is noticed. Other calls cost nothing for it, unless a rank has joined: then each
+    costs two exchanges more. Those that zeros can't take part in, such as `allgather`, reductions
+    by Min, Max or Product, and reductions that are differentiated, raise NotImplementedError on the
+    ranks that make them.
 
     Args:
         device: ignored.

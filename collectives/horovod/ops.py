@@ -22,5 +22,5 @@ def text_of(name: str | None, prescale: float = 1.0, postscale: float = 1.0) -> 
     """What must be equal on all ranks, and no tensor shows; None where all of it is the default."""
     parts = [] if name is None else [f"name={name}"]
     if (prescale, postscale) != (1.0, 1.0):
-        parts.append(f"factors {prescale:g} and {postscale:g}")
+        parts.append(f"factors {float(prescale)} and {float(postscale)}")
     return ", ".join(parts) or None

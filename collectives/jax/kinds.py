@@ -144,7 +144,9 @@ def _recv(call: Call, source: Any, target: Any) -> None:
 
 KINDS = {
     "all_reduce": Kind(
-        lambda call, source, target: call.comm.all_reduce(source, call.op, out=target),
+        lambda call, source, target: call.comm.all_reduce(
+            source, call.op, out=target, what=call.what
+        ),
         _to(PVARY),
         in_place=True,
     ),
@@ -180,9 +182,9 @@ KINDS = {
 def function_of(call: Call, count: int) -> HostFunction:
     """What makes a call on `count` arrays of this rank. Collective, but for messages."""
     each_run, fused = KINDS[call.kind].run, call.kind == "all_reduce" and call.by is None
-    if fused and (count > 1 or call.what is not None):
+    if fused and count > 1:
         return _Fused(call)
-    if call.what is not None:
+    if call.what is not None and not fused:
         return _Compared(call, function_of(replace(call, what=None), count))
     if count == 1 and each_run is not None and call.by is None:
         # Small arrays take this one: what runs is looked up once.
@@ -203,7 +205,7 @@ class _Compared:
 
 
 class _Fused:
-    """all_reduce of arrays as one `all_reduce_many`, which compares the call's text, too."""
+    """all_reduce of several arrays as one `all_reduce_many`."""
 
     def __init__(self, call: Call) -> None:
         self._comm, self._op, self._what = call.comm, call.op, call.what

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    tree_leaves_with_path,
+)
 
-from collectives.consistency.signature import text_of_names
+from collectives.consistency.signature import shortened
+
+_STEPS = (DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey)
+"""The keys of paths whose text is known to be equal in all processes."""
 
 
 def names_of(tree: Any) -> list[str]:
@@ -21,11 +30,12 @@ def text_of_keys(tree: Any) -> str:
     between processes.
     """
     steps = [step for path, _ in tree_leaves_with_path(tree) for step in path]
-    keys = [step.key for step in steps if isinstance(step, DictKey)]
-    named = keys or any(isinstance(step, GetAttrKey) for step in steps)
-    if not named or not all(isinstance(key, str | int) for key in keys):
+    names = [step.key for step in steps if isinstance(step, DictKey)]
+    names += [step.name for step in steps if isinstance(step, GetAttrKey)]
+    known = all(isinstance(step, _STEPS) for step in steps)
+    if not names or not known or not all(isinstance(name, str | int) for name in names):
         return ""
-    return f"keys {text_of_names(names_of(tree))}"
+    return f"keys {shortened(names_of(tree))}"
 
 
 def _text(step: Any) -> str:

@@ -52,8 +52,8 @@ class BackwardHooks:
         self._accumulated = Accumulated()
         self._synchronizes, self._stepped = True, True
         self._rounds, self._failed, self._weighed = 0, False, 0.0
-        self._waited: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The optimizers for which the program has waited since the last round."""
+        self._synchronized: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The optimizers whose next step finds all gradients reduced."""
         self._early: ReducedGradients | None = None
         """Of the last round, where other ranks have it only in their step."""
 
@@ -114,7 +114,7 @@ class BackwardHooks:
     def _begin(self, late: bool = False) -> Round:
         weight, self.weight = self.weight, None
         self._rounds, self._failed = self._rounds + 1, True  # until its end
-        self._waited.clear()
+        self._synchronized.clear()
         self._early = None
         self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap, late=late)
         if self._weighted:

@@ -118,34 +118,39 @@ class GradientReducer(BackwardHooks):
             self._synchronizes = usual
 
     def wait(self, optimizer: Any = None) -> None:
-        """Reduce what no backward has reduced, such as gradients of `no_sync`. To precede a step.
+        """Reduce what no backward has reduced, such as gradients of `no_sync`.
 
-        A program calls it on every rank before it clips gradients, if a rank may have made no
-        backward that reduces. It may take the place of a step.
-
-        optimizer: the one that steps. If nothing was reduced since its last step, its gradients,
-            zeros if missing, are reduced now with `unused="zeros"`; else that is a GradientError.
+        optimizer: one that steps, in the place of a step of it. If nothing was reduced since its
+            last one, its gradients, zeros if missing, are reduced now with `unused="zeros"`; else
+            that is a GradientError.
 
         Raises GradientError, on every rank, after a backward that an exception interrupted on any.
         """
         self._wait(optimizer)
-        if optimizer is not None:
-            self._waited.add(optimizer)
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Reduce what no backward has reduced, before gradients are clipped or unscaled.
+
+        As `wait(optimizer)`, before a step of the optimizer. On every rank and in every step, where
+        a rank may make no backward that reduces: its step alone would come after the others have
+        changed what it gets. As `synchronize` of Horovod's optimizers.
+        """
+        self._wait(optimizer)
+        self._synchronized.add(optimizer)
 
     def before_step(self, optimizer: Any = None, *, in_closure: bool = False) -> None:
-        """As `wait`, where the program hasn't called it for this step.
+        """As `synchronize`, where the program hasn't called it for this step.
 
         Gradients that are missing `in_closure`, of which some calls may make no backward, are not
-        reduced. GradientError, on this rank alone, where it has changed gradients that other ranks
-        get only now.
+        reduced. GradientError, on this rank alone, where it has changed gradients of the optimizer
+        that other ranks get only now.
         """
-        waited = optimizer is not None and optimizer in self._waited
-        if waited:
-            self._waited.discard(optimizer)
-        self._wait(optimizer, may_lack=in_closure or waited, late=True)
-        early, self._early = self._early, None
-        if early is not None:
-            early.refuse_changes()
+        known = optimizer is not None and optimizer in self._synchronized
+        if known:
+            self._synchronized.discard(optimizer)
+        self._wait(optimizer, may_lack=in_closure or known, late=True)
+        if self._early is not None and optimizer is not None:
+            self._early.refuse_changes(optimizer)
 
     def _wait(self, optimizer: Any, *, may_lack: bool = False, late: bool = False) -> None:
         if self._comm.size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -92,15 +93,20 @@ def _setting(value: Any) -> str:
         return f"{{{', '.join(parts)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_setting, value))}]"
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return value.__name__
     if hasattr(value, "get_config"):
         try:
-            config = value.get_config()
-        except NotImplementedError:
+            with warnings.catch_warnings():
+                # Of functions, which this program doesn't load.
+                warnings.simplefilter("ignore")
+                config = value.get_config()
+        except Exception:  # of the program's own, or of what can't be saved
             config = {}
         # Keras's losses leave their arguments out, such as `delta`.
         given = getattr(value, "_fn_kwargs", {})
         return f"{type(value).__name__}{_setting({**config, **given})}"
-    return value.__name__ if inspect.isfunction(value) else _description(value)
+    return _description(value)
 
 
 def _counts(key: Any, value: Any) -> bool:

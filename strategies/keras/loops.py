@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from collectives.consistency.signature import text_of_names
+from collectives.consistency.signature import shortened
 from strategies.core.same_error import call_on_all, refuse_differences
 from strategies.keras.arguments import agreed_arguments, split_validation, taken
 from strategies.keras.callbacks import (
@@ -38,8 +38,6 @@ class LoopMethods:
         self._model, self._training, self._kind = model, training, type(model)
         self._statistics = RunningStatistics(training, model)
         self._shared = self._fits = self._batches = False
-        self._validated: Any = None
-        """The validation data of the last `fit`."""
 
     @classmethod
     def of(cls, model: Any, training: Training) -> LoopMethods:
@@ -60,7 +58,8 @@ class LoopMethods:
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
         self._statistics.average()  # of earlier calls of train_on_batch
-        given, training = self._agreed_arguments("fit", args, kwargs), self._training
+        training = self._training
+        given = agreed_arguments(training, self._model, "fit", args, kwargs)
         seed = common_seed(training.communicator)
 
         def shared() -> tuple[Any, Any]:
@@ -93,7 +92,8 @@ class LoopMethods:
         """Keras's `evaluate`: the metrics over all ranks' pieces. Collective."""
         self._statistics.average()
         if kwargs.get("_use_cached_eval_dataset"):
-            with self._of_equal_lengths("fit's validation", self._validated):
+            pieces = self._model._eval_epoch_iterator.data_adapter
+            with self._of_equal_lengths("fit's validation", pieces):
                 return self._kind.evaluate(self._model, *args, **kwargs)
         with self._within_epoch():
             given = self._divided("evaluate", args, kwargs, *_DATA)
@@ -151,12 +151,12 @@ class LoopMethods:
         lengths = pieces.lengths = []
         yield
         if self._training.reduces:
-            text = text_of_names(list(map(str, lengths)))
+            text = shortened(list(map(str, lengths)))
             what = f"{name}: the ranks' batches have different numbers of rows"
             refuse_differences(self._training.communicator, what, text)
 
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
-        given = self._agreed_arguments(name, args, kwargs)
+        given = agreed_arguments(self._training, self._model, name, args, kwargs)
         data = taken(given, *_DATA)
         if not self._batches:
             self._batches = True
@@ -174,7 +174,7 @@ class LoopMethods:
 
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
         """The arguments of a loop without training, with this rank's pieces."""
-        given = self._agreed_arguments(name, args, kwargs)
+        given = agreed_arguments(self._training, self._model, name, args, kwargs)
         options = taken(given, *data, "batch_size")
         options |= {"steps_per_epoch": given["steps"], "most": self._read_by(given["steps"])}
         communicator = self._training.communicator
@@ -190,14 +190,13 @@ class LoopMethods:
         if data is None:
             return None
         parts = keras.utils.unpack_x_y_sample_weight(data)
-        self._validated = share_data(
+        return share_data(
             self._training,
             *parts,
             batch_size=given["validation_batch_size"] or batch_size,
             steps_per_epoch=given["validation_steps"],
             most=self._read_by(given["validation_steps"]),
         )
-        return self._validated
 
     def _read_by(self, steps: int | None) -> int | None:
         """The number of batches that so many steps read: whole executions of them."""
@@ -206,9 +205,6 @@ class LoopMethods:
 
     def _verbose(self, given: Mapping[str, Any]) -> Any:
         return given["verbose"] if self._training.is_chief else 0
-
-    def _agreed_arguments(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
-        return agreed_arguments(self._training, self._model, name, args, kwargs)
 
     def _build(self, pieces: Any) -> None:
         """Make the state the chief's before the first prediction, of a model that isn't built."""

@@ -53,7 +53,7 @@ def files_of(communicator: Communicator, dataset: Any) -> Files:
 
     def count() -> Files:
         sources = [each for each in chain(dataset) if not (each._inputs() or _names_of_files(each))]
-        counts = list(map(_number_of, _split(dataset)))
+        counts = list(map(_number_of, split_of(dataset)))
         known = [each for each in counts if each is not None]
         fewest = min(known, default=math.inf)
         return Files(fewest, len(known) == len(counts), len(sources) > 1, bool(counts))
@@ -63,7 +63,7 @@ def files_of(communicator: Communicator, dataset: Any) -> Files:
     return Files(min(fewest), all(known), any(several), all(some))
 
 
-def _split(dataset: Any) -> list[Any]:
+def split_of(dataset: Any) -> list[Any]:
     """The datasets whose elements TensorFlow would split: what is given to those that read files.
 
     Of each chain the last one that does.
@@ -74,7 +74,7 @@ def _split(dataset: Any) -> list[Any]:
     inputs: list[Any] = dataset._inputs()
     if _reads_files(dataset):
         return inputs
-    return [files for each in inputs for files in _split(each)]
+    return [files for each in inputs for files in split_of(each)]
 
 
 def _reads_files(dataset: Any) -> bool:

@@ -12,7 +12,7 @@ from tensorflow.python.distribute import input_util
 
 from collectives import Communicator
 from strategies.core.same_error import call_on_all
-from strategies.tensorflow.files import chain, files_of
+from strategies.tensorflow.files import chain, files_of, split_of
 from strategies.tensorflow.seeds import orders_of, warn_of_orders
 
 log = logging.getLogger("strategies")
@@ -71,7 +71,9 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
     # What files hold is not known, whatever `repeat().take(n)` or the program says of all.
     own = int(made.cardinality) if policy is _POLICIES.DATA else -1
-    orders = orders_of(dataset) if policy in (_POLICIES.DATA, _POLICIES.FILE) else []
+    # The rest each rank does with its own part.
+    split = {_POLICIES.DATA: [dataset], _POLICIES.FILE: split_of(dataset)}
+    orders = orders_of(split.get(policy, []))
     every = communicator.all_gather_object((own, orders))
     if communicator.rank == 0:
         warn_of_orders([each for _, each in every])

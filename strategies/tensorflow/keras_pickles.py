@@ -20,7 +20,7 @@ def reduced(thing: Any) -> Any:
     """As `__reduce__` of an object of Keras; NotImplemented for others."""
     if isinstance(thing, IndexLookup) and thing.output_mode != "tf_idf":
         # Its table belongs to one process.
-        return _lookup, (type(thing), thing.get_config(), thing.get_vocabulary())
+        return _lookup, (type(thing), thing.get_config(), thing.get_vocabulary(False))
     if isinstance(thing, KerasSaveable):
         return _blank, (object, type(thing)), thing.__dict__
     if isinstance(thing, DynamicBackend):
@@ -39,7 +39,8 @@ def _blank(base: Any, kind: type) -> Any:
 
 def _lookup(kind: Any, config: dict[str, Any], vocabulary: list[Any]) -> Any:
     layer = kind.from_config(config | {"vocabulary": None})
-    layer.set_vocabulary(vocabulary)
+    if vocabulary:
+        layer.set_vocabulary(vocabulary)
     return layer
 
 

@@ -85,7 +85,7 @@ class TensorReferences(ServedReferences):
             return self.tensor_strategy
         if isinstance(name, FunctionName):
             if name in self._errors:
-                raise self._errors[name]
+                raise self._errors[name].with_traceback(None)
             return self._kept.get(name) or _LaterFunction(self._kept, name)
         return self._variable(name) if isinstance(name, VariableName) else super().resolve(name)
 
@@ -98,9 +98,10 @@ class TensorReferences(ServedReferences):
 
     def keep_error(self, name: Any, error: BaseException) -> None:
         """Calls of a function that can't be unpacked fail by the error; others go on."""
-        if not isinstance(name, FunctionName):
+        if isinstance(name, FunctionName):
+            self._errors[name] = error
+        else:
             super().keep_error(name, error)
-        self._errors[name] = error
 
     def call(self, context: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         """Call the function in the scope, in which it may call `strategy.run`."""

@@ -37,10 +37,18 @@ def agree_on_seed(communicator: Communicator) -> None:
         tf.random.set_seed(communicator.broadcast_object(seed))
 
 
-def orders_of(dataset: Any) -> list[tuple[int, int]]:
-    """The seeds of the dataset's steps that draw random numbers."""
-    seeded = [each for each in chain(dataset) if hasattr(each, "_seed2")]
-    return [(int(each._seed), int(each._seed2)) for each in seeded]
+def orders_of(datasets: Sequence[Any]) -> list[tuple[int, int]]:
+    """The seeds of what determines the order of their elements."""
+    steps = [step for dataset in datasets for step in chain(dataset)]
+    # It draws from which of several datasets an element comes; else random numbers are data.
+    draws = any("DirectedInterleave" in type(step).__name__ for step in steps)
+    kinds = ("Shuffle", "Random") if draws else ("Shuffle",)
+    seeded = [
+        step
+        for step in steps
+        if hasattr(step, "_seed2") and any(kind in type(step).__name__ for kind in kinds)
+    ]
+    return [(int(step._seed), int(step._seed2)) for step in seeded]
 
 
 def warn_of_orders(orders: Sequence[list[tuple[int, int]]]) -> None:

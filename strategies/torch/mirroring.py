@@ -36,7 +36,7 @@ def _check(name: str, tensor: Any) -> None:
     if tensor.is_meta or tensor.layout != torch.strided or torch.nn.parameter.is_lazy(tensor):
         kind = "lazy or meta" if tensor.layout == torch.strided else tensor.layout
         raise TypeError(f"distribute: {name} is a {kind} tensor: must have elements of its own")
-    from_torch(torch.empty(0, dtype=tensor.dtype), name)
+    from_torch(torch.empty(0, dtype=tensor.dtype, device="cpu"), name)
 
 
 def mirror_optimizers(communicator: Communicator, optimizers: Sequence[Any]) -> None:

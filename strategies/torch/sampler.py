@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sized
@@ -49,7 +50,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         """Collective. Raises ValueError on every rank where lengths or arguments differ."""
         with PropagatedErrors(communicator, "sampler"):
             given = f"{len(dataset)} samples, {shuffle=}, {seed=}, {remainder=}"
-            torch.Generator().manual_seed(seed)  # its errors
+            seed = operator.index(seed)
         refuse_differences(communicator, "sampler: the ranks' arguments differ", given)
         if remainder not in ("repeat", "drop"):
             raise ValueError(f"remainder={remainder!r}: must be 'repeat' or 'drop'")
@@ -113,7 +114,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def _order(self) -> Any:
         if not self._shuffle:
             return torch.arange(len(self._dataset))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        number = (self._seed * 1_000_003 + self.epoch) % (1 << 63)
+        generator = torch.Generator().manual_seed(number)
         return torch.randperm(len(self._dataset), generator=generator)
 
     def saved_tensors(self) -> Mapping[str, Array]:

@@ -70,7 +70,10 @@ def launched(line, environment, **streams):
                 yield process
             except subprocess.TimeoutExpired as late:
                 # pytest shortens what the exception holds.
-                written = [(stream or b"").decode() for stream in (late.output, late.stderr)]
+                written = [
+                    (stream or b"").decode(errors="replace")
+                    for stream in (late.output, late.stderr)
+                ]
                 raise AssertionError(
                     f"the job was not at its end after {late.timeout:g} s:\n"
                     f"{describe_tagged(DIRECTORY_VARIABLE, directory)}\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collectives.consistency.signature import text_of_names
+from collectives.consistency.signature import shortened
 from collectives.horovod.joining import Request, notice_joined, with_joined
 from collectives.horovod.objects import broadcast_object
 from collectives.horovod.process_sets import ProcessSet, ranks, ranks_of, root_of
@@ -38,7 +38,7 @@ def broadcast_parameters(
     pairs = [each if isinstance(each, tuple) else ("", each) for each in given]
     tensors = [(name, each) for name, each in pairs if isinstance(each, torch.Tensor)]
     request = Request("broadcast_parameters")
-    names = text_of_names([name for name, _ in tensors])
+    names = shortened([str(name) for name, _ in tensors])
     notice_joined(comm, request._replace(what=f"{len(tensors)} tensors: {names}"))
     with torch.no_grad():
         for _, tensor in tensors:

@@ -329,6 +329,16 @@ def test_calls_after_loops_and_after_the_programs_own_callbacks(jax, calls, comm
         assert made == ["sum"] * first + ["max"] * 12, name
 
 
+class Box:
+    """A pytree with a key of its own."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+_registered = set()
+
+
 def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, comm):
     jnp = jax.numpy
     gather = jax.jit(lambda x: calls.all_gather(x))
@@ -363,6 +373,12 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         with pytest.raises(collectives.MismatchError), calls.original_errors():
             jax.block_until_ready(call())
     # Keys whose text differs between processes count by position.
+    boxes = {"a": Box(square), "b": Box(square)}
+    register = jax.tree_util.register_pytree_with_keys
+    if Box not in _registered:
+        _registered.add(Box)
+        register(Box, lambda box: ([(object(), box.held)], None), lambda _, held: Box(*held))
+    assert calls.all_reduce(boxes)["b"].held[0, 0] == comm.size
     total = calls.all_reduce({object(): square})
     np.testing.assert_array_equal(next(iter(total.values())), np.full(square.shape, comm.size))
     # A program that has run raises another error of JAX's, on the ranks where it has.

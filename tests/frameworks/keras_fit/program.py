@@ -976,6 +976,14 @@ def errors_are_those_of_every_rank():
         _, odd = compiled(**options)
         text = "the ranks have compiled the model differently"
         raised_everywhere(ValueError, text, partial(odd.fit, X, Y, verbose=0))
+
+    class Odd(keras.losses.MeanSquaredError):
+        def get_config(self):
+            raise KeyError("a config")
+
+    for kind in (Odd(), keras.losses.MeanSquaredError, partial(keras.losses.mean_squared_error)):
+        _, own = compiled(loss=kind)
+        own.fit(X, Y, verbose=0)
     # What is each rank's own: names, rates, and a function's code.
     options = {"loss": eval("lambda y, p: ((y - p) ** 2)"), "run_eagerly": False}
     optimizer = partial(keras.optimizers.SGD, 0.05 + RANK, name=f"of_{RANK}")

@@ -162,7 +162,7 @@ def test_batches_are_split_in_one_order(tf, strategy, comm, caplog):
     assert "has a step with deterministic=False" in caplog.text
 
 
-def test_ranks_that_shuffle_by_different_seeds(tf, strategy, comm, caplog):
+def test_ranks_that_shuffle_by_different_seeds(tf, strategy, comm, caplog, folder):
     """A rank that has drawn a random number alone gives the next dataset another seed."""
 
     def distributed(seed=None):
@@ -182,10 +182,25 @@ def test_ranks_that_shuffle_by_different_seeds(tf, strategy, comm, caplog):
     distributed()
     assert ("shuffle by different seeds" in caplog.text) == (comm.rank == 0)
     assert rows(seed=7) == whole
+    # Random data, and files that each rank has read, may differ.
+    noise = tf.data.Dataset.random(seed=comm.rank + 1).map(lambda x: tf.cast(x % 2, tf.int64))
+    data = tf.data.Dataset.zip((tf.data.Dataset.range(12), noise)).batch(4)
+    strategy.experimental_distribute_dataset(data)
+    files = [str(folder / f"{number}.tfrecord") for number in range(comm.size)]
+    if comm.rank == 0:
+        for name in files:
+            with tf.io.TFRecordWriter(name) as writer:
+                writer.write(b"row")
+    comm.barrier()
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    read = tf.data.TFRecordDataset(files).shuffle(8, seed=comm.rank + 1).batch(2)
+    strategy.experimental_distribute_dataset(read.with_options(options))
     assert "seed" not in caplog.text
-    monotonic = tf.data.Dataset.range(12).batch(4)
-    strategy.experimental_distribute_dataset(monotonic)
-    assert "seed" not in caplog.text
+    shuffled = tf.data.Dataset.from_tensor_slices(files).shuffle(8, seed=comm.rank + 1)
+    read = tf.data.TFRecordDataset(shuffled).batch(2).with_options(options)
+    strategy.experimental_distribute_dataset(read)
+    assert ("different seeds" in caplog.text) == (comm.rank == 0)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
