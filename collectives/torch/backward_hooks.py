@@ -54,6 +54,12 @@ class BackwardHooks:
         self._rounds, self._failed, self._weighed = 0, False, 0.0
         self._synchronized: weakref.WeakSet[Any] = weakref.WeakSet()
         """The optimizers whose next step finds all gradients reduced."""
+        self._outside = False
+        """Whether this rank has begun the last round outside of a backward."""
+        self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those whose next step raises the error of their synchronization."""
+        self._brought = True
+        """Whether the last round has left any gradient."""
         self._early: ReducedGradients | None = None
         """Of the last round, where other ranks have it only in their step."""
 
@@ -114,7 +120,9 @@ class BackwardHooks:
     def _begin(self, late: bool = False) -> Round:
         weight, self.weight = self.weight, None
         self._rounds, self._failed = self._rounds + 1, True  # until its end
+        self._outside = False
         self._synchronized.clear()
+        self._refused.clear()
         self._early = None
         self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap, late=late)
         if self._weighted:
@@ -153,8 +161,12 @@ class BackwardHooks:
         finally:
             self._reset()
         self._stepped = self._failed = False
+        self._brought = self._any_gradient()
         if current.some_late and not current.late:
             self._early = ReducedGradients(self._trained)
+
+    def _any_gradient(self) -> bool:
+        return any(each.parameter.grad is not None for each in self._trained)
 
     def _unused_members(self) -> list[Member]:
         assert self._round is not None

@@ -135,7 +135,11 @@ class GradientReducer(BackwardHooks):
         a rank may make no backward that reduces: its step alone would come after the others have
         changed what it gets. As `synchronize` of Horovod's optimizers.
         """
-        self._wait(optimizer)
+        try:
+            self._wait(optimizer)
+        except GradientError:
+            self._refused.add(optimizer)
+            raise
         self._synchronized.add(optimizer)
 
     def before_step(self, optimizer: Any = None, *, in_closure: bool = False) -> None:
@@ -170,16 +174,32 @@ class GradientReducer(BackwardHooks):
             # Backwards within a backward that brought no gradient of its own.
             self._end()
         elif self._accumulated.keys or (self._weighted and self.weight == 0):
-            self._begin(late)
+            self._begin_outside(late)
             self._end()
-        elif optimizer is not None and self._steps.get(optimizer, 0) != self._rounds:
+        elif late and optimizer is not None and optimizer in self._refused:
+            self._refused.discard(optimizer)
+            raise GradientError(Reason.FAILED)  # as `synchronize` did, on every rank
+        elif optimizer is not None and self._has_gradients_for(optimizer):
             if self._failed:
                 raise GradientError(Reason.FAILED)  # the backward raised it on every rank
         elif optimizer is not None and self._trained and not may_lack:
-            self._begin(late)
+            self._begin_outside(late)
             if self._unused == "error":
                 raise self._refuse(Reason.NO_BACKWARD)
             self._end()
+
+    def _begin_outside(self, late: bool) -> None:
+        self._begin(late)
+        self._outside = True
+
+    def _has_gradients_for(self, optimizer: Any) -> bool:
+        """Whether a round since the optimizer's last step has left some, or has failed."""
+        if self._steps.get(optimizer, 0) == self._rounds:
+            return False
+        if self._failed and self._outside:
+            return True
+        # Those of a round for an earlier step are zeroed since. Weights that are all 0 leave none.
+        return self._any_gradient() or (self._weighted and not self._brought)
 
     def fold_number(self, number: float) -> float:
         """The number's mean or sum over the ranks, weighted as the last gradients. Collective."""

@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+def _nothing() -> None:
+    """After the end."""
+
+
 class Lifetime:
     """Calls `end` once the optimizers and all modules with trained parameters are gone.
 
@@ -37,3 +41,4 @@ class Lifetime:
         """Never call `end`."""
         for each in self._finalizers:
             each.detach()
+        self._end = _nothing  # it refers to this object's owner

@@ -561,6 +561,7 @@ def test_optimizers_become_the_chiefs(torch, comm, kind):
         assert comm.all_gather_object(weights) == [weights] * comm.size
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
     strategy = strategy_of("worker", comm)
     encoder = torch.nn.Linear(5, 3)
@@ -601,6 +602,59 @@ def test_an_earlier_distribute_stays_where_a_later_one_fails(torch, comm):
     train(torch, model, optimizer, [each.chunk(comm.size)[comm.rank] for each in parts])
     train(torch, expected, torch.optim.SGD(expected.parameters(), 0.1), parts)
     check(torch, model, expected)
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_that_step_in_turn(torch, comm):
+    """The gradients of the last step, which was another optimizer's, are no reason for a step."""
+    for unused in ("error", "zeros"):
+        model, strategy = network(torch), strategy_of("worker", comm)
+        both = [torch.optim.SGD(each.parameters(), 0.1) for each in (model[0], model[2:])]
+        strategy.distribute(model, both, unused=unused)
+
+        def expected(step, fails=unused == "error"):
+            error = collectives.torch.GradientError
+            return pytest.raises(error) if fails and step == 1 else nullcontext()
+
+        for step in range(4):
+            model.zero_grad()
+            if step != 1 or comm.rank == 0:
+                with expected(step):
+                    loss_of(model, torch.ones(ROWS, 5) * (comm.rank + step)).backward()
+            with expected(step):
+                both[step % 2].step()
+        weights = [each.detach().numpy().tobytes() for each in model.parameters()]
+        assert comm.all_gather_object(weights) == [weights] * comm.size
+
+
+@pytest.mark.ranks(2)
+def test_a_step_after_a_synchronization_that_has_failed(torch, comm):
+    """It raises the same error, without communication."""
+    model, strategy = network(torch), strategy_of("worker", comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer, unused="zeros")
+    reducer = strategy.gradients_of(model)
+
+    def interrupt(gradient):
+        raise ArithmeticError("in the middle")
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1 and comm.rank == 0:
+            hook = model[0].weight.register_hook(interrupt)
+            with pytest.raises(ArithmeticError):
+                loss_of(model, torch.ones(ROWS, 5)).backward()
+            hook.remove()
+        elif comm.rank == 0:
+            loss_of(model, torch.ones(ROWS, 5)).backward()
+        failing = pytest.raises(collectives.torch.GradientError) if step == 1 else nullcontext()
+        with failing:
+            reducer.synchronize(optimizer)
+        failing = pytest.raises(collectives.torch.GradientError) if step == 1 else nullcontext()
+        with failing:
+            optimizer.step()
+    weights = [each.detach().numpy().tobytes() for each in model.parameters()]
+    assert comm.all_gather_object(weights) == [weights] * comm.size
 
 
 def refused():

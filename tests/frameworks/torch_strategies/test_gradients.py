@@ -389,7 +389,7 @@ def test_buckets_start_when_complete_and_in_their_order(torch, comm):
     from collectives.torch.reduction_round import Round
 
     started = []
-    current = Round(comm, [OneOf(n, started) for n in range(4)], "mean", overlap=True)
+    current = Round(comm, [OneOf(n, started) for n in range(4)], "mean", overlap=True, late=False)
     seen = []
     for number in (2, 3, 0, 1):
         current.arrive(number)
