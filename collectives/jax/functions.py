@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives.communicator import Communicator
-from collectives.jax.kinds import KINDS, MESSAGES, PVARY, Call, ReduceList, rank_of
+from collectives.jax.host_calls import HostFunction
+from collectives.jax.kinds import MESSAGES, PVARY, Call, rank_of
 from collectives.jax.paths import text_of_keys
 from collectives.jax.primitive import bind
 from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
@@ -54,11 +55,12 @@ def common_mean(tree: Tree, what: str, *, comm: Communicator) -> Tree:
     return _made(pvary(_reducible(tree, "mean"), comm=comm), call, None, like=tree)
 
 
-def mean_by(reduction: ReduceList, tree: Tree, *, comm: Communicator) -> Tree:
+def mean_by(reduction: HostFunction, tree: Tree, *, comm: Communicator) -> Tree:
     """The pytree's arrays averaged over the ranks by a function of NumPy arrays. Collective.
 
     The function, which is collective itself and may be approximate, is called whenever the program
-    runs. It is kept for the life of the process. The result has no derivative: NotImplementedError.
+    runs, with the arrays and those that it fills. It is kept for the life of the process. The
+    result has no derivative: NotImplementedError.
     """
     call = Call("all_reduce", comm, "mean", by=reduction)
     return _made(_reducible(tree, "mean"), call, None, like=tree)
@@ -208,7 +210,12 @@ def _reducible(tree: Tree, op: str) -> Tree:
 def _of_dtypes(tree: Tree, call: Call) -> Call:
     """The call on arrays of which some are reduced in another dtype: the ranks compare theirs."""
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if not _is_key(leaf)]
-    return _compared(call, ", ".join(str(each) for each in dtypes if _is_small_float(each)))
+    return _compared(call, ", ".join(str(each) for each in dtypes if _is_reduced_wider(each, call)))
+
+
+def _is_reduced_wider(dtype: Any, call: Call) -> bool:
+    whole = call.op == "mean" and not jnp.issubdtype(dtype, jnp.inexact)
+    return whole or _is_small_float(dtype)
 
 
 def _compared(call: Call, text: str) -> Call:
@@ -248,11 +255,16 @@ def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> T
 def _made(tree: Tree, call: Call, after: Any, like: Any = None) -> Tree:
     """The results of a call, whose small floats have the dtypes of those in `like`."""
     leaves, structure = jax.tree.flatten(tree)
-    if not (leaves or KINDS[call.kind].kept):
+    if not leaves and call.kind in (PVARY, *MESSAGES):
         return tree
+    if not leaves and call.kind != "barrier":
+        # Another rank may have arrays, with which this one's next call would be made.
+        call = replace(call, kept=True)
     if call.kind not in (*MESSAGES, "barrier"):
         # The number of arrays is the number of calls.
         several = f"{len(leaves)} arrays" if len(leaves) != 1 and call.kind != "all_reduce" else ""
+        impls = [str(jax.random.key_impl(each)) for each in leaves if _is_key(each)]
+        call = _compared(call, ", ".join(impls))
         call = _compared(call, text_of_keys(tree) or several)
     keys = {number: each for number, each in enumerate(leaves) if _is_key(each)}
     arrays = [jax.random.key_data(each) if _is_key(each) else jnp.asarray(each) for each in leaves]

@@ -68,27 +68,13 @@ def original_errors() -> Iterator[None]:
         raise original from None
 
 
-def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Call a function from a program; arrays of the shapes and dtypes of `results`.
-
-    Calls that don't depend on each other's results run in any order, another one on each rank:
-    make one call, or pass a result of the one to the other. A function is kept for the life of the
-    process, as compiled programs refer to it.
-    """
-    if jax.default_backend() == "cpu" and uses_ffi():
-        call = jax.ffi.ffi_call(TARGET, _shapes(results))
-        number = number_of(function, kinds_of(arrays), kinds_of(results))
-        return list(call(*arrays, function=np.int64(number)))
-    return call_back(jax.pure_callback, function, arrays, results)
-
-
 def call_back(
     way: Callable[..., Any],
     function: HostFunction,
     arrays: Sequence[Any],
     results: Sequence[Any],
 ) -> list[Any]:
-    """As `host_call`, by one of JAX's own ways to call Python."""
+    """Call a function from a program by one of JAX's own ways; arrays as `results`."""
     shapes, dtypes = _shapes(results), [np.dtype(each.dtype) for each in arrays]
 
     def on_host(*given: Any) -> list[Any]:

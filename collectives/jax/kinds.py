@@ -27,9 +27,6 @@ PVARY = "pvary"
 As `jax.lax.pvary`, whose transpose is a sum over the ranks again. It is no call at all.
 """
 
-ReduceList = Callable[[Sequence[Any]], Sequence[Any]]
-"""Reduces a list of NumPy arrays over the ranks; its results are new arrays. Collective."""
-
 
 @dataclass(frozen=True)
 class Call:
@@ -44,7 +41,7 @@ class Call:
     tag: int = 0
     kept: bool = False
     """Whether the call runs even if the program uses none of its results."""
-    by: ReduceList | None = None
+    by: HostFunction | None = None
     """What reduces the arrays in the place of `all_reduce_many`."""
     what: str | None = None
     """What must be equal on the ranks, where the arrays don't show it."""
@@ -182,7 +179,7 @@ KINDS = {
 def function_of(call: Call, count: int) -> HostFunction:
     """What makes a call on `count` arrays of this rank. Collective, but for messages."""
     each_run, fused = KINDS[call.kind].run, call.kind == "all_reduce" and call.by is None
-    if fused and count > 1:
+    if fused and count != 1:
         return _Fused(call)
     if call.what is not None and not fused:
         return _Compared(call, function_of(replace(call, what=None), count))
@@ -223,8 +220,7 @@ class _Fused:
 
 def _run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:
     if call.by is not None:
-        for reduced, target in zip(call.by(sources), targets, strict=True):
-            np.copyto(target, reduced)
+        call.by(sources, targets)
         return
     if call.kind == "barrier":
         call.comm.barrier()

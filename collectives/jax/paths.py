@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -14,8 +15,8 @@ from jax.tree_util import (
 
 from collectives.consistency.signature import shortened
 
-_STEPS = (DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey)
-"""The keys of paths whose text is known to be equal in all processes."""
+_STEPS = (FlattenedIndexKey, GetAttrKey, SequenceKey)
+"""The steps of paths whose text is known to be equal in all processes."""
 
 
 def names_of(tree: Any) -> list[str]:
@@ -26,16 +27,30 @@ def names_of(tree: Any) -> list[str]:
 def text_of_keys(tree: Any) -> str:
     """A text in which trees of other keys and attributes differ; "" for positions alone.
 
-    Ranks can compare it: it has no keys but strings and integers, as others' texts may differ
-    between processes.
+    Ranks can compare it: keys whose text may differ between processes count as *.
     """
-    steps = [step for path, _ in tree_leaves_with_path(tree) for step in path]
-    names = [step.key for step in steps if isinstance(step, DictKey)]
-    names += [step.name for step in steps if isinstance(step, GetAttrKey)]
-    known = all(isinstance(step, _STEPS) for step in steps)
-    if not names or not known or not all(isinstance(name, str | int) for name in names):
+    paths = [path for path, _ in tree_leaves_with_path(tree)]
+    if not any(isinstance(step, DictKey | GetAttrKey) for path in paths for step in path):
         return ""
-    return f"keys {shortened(names_of(tree))}"
+    return f"keys {shortened(['/'.join(map(_common_text, path)) for path in paths])}"
+
+
+def _common_text(step: Any) -> str:
+    if isinstance(step, DictKey):
+        return _text_of_key(step.key)
+    return str(step) if isinstance(step, _STEPS) else "*"
+
+
+def _text_of_key(key: Any) -> str:
+    """Equal for keys that are equal to a dictionary, as 1, 1.0 and True are."""
+    if isinstance(key, str):
+        return repr(str.__str__(key))
+    if isinstance(key, bool | int | float | np.number | np.bool_):
+        number = float(key)
+        return str(int(key)) if number.is_integer() else repr(number)
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_text_of_key, key))})"
+    return repr(key) if isinstance(key, bytes | None) else "*"
 
 
 def _text(step: Any) -> str:

@@ -11,7 +11,7 @@ import jax
 from collectives import Communicator
 from collectives.compression import CompressedReducer, ListName
 from collectives.jax.functions import common_mean, mean_by
-from collectives.jax.kinds import ReduceList
+from collectives.jax.host_calls import HostFunction
 from strategies.replication.replication import Replication
 
 Averages = Callable[[Any, Any, Communicator], tuple[Any, Any]]
@@ -70,7 +70,7 @@ class _Compressed:
 
     def __init__(self, reducer: CompressedReducer, number: int, what: str) -> None:
         self._reducer, self._number, self._what = reducer, number, what
-        self._reductions: dict[str, ReduceList] = {}
+        self._reductions: dict[str, HostFunction] = {}
 
     def averages(self, value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
         """The exact mean of the value, and the approximate one of the gradients."""
@@ -78,6 +78,10 @@ class _Compressed:
         if kinds not in self._reductions:
             # A program that is compiled again goes on with what its earlier form left out.
             name = ListName(f"gradients of function {self._number}")
-            self._reductions[kinds] = partial(self._reducer.all_reduce_many, of=name)
+            self._reductions[kinds] = partial(self._reduce_into, name)
         mean = common_mean(value, self._what, comm=comm)
         return mean, mean_by(self._reductions[kinds], gradients, comm=comm)
+
+    def _reduce_into(self, name: ListName, given: Sequence[Any], means: Sequence[Any]) -> None:
+        for target, mean in zip(means, self._reducer.all_reduce_many(given, of=name), strict=True):
+            target[...] = mean

@@ -14,6 +14,7 @@ from jax.lax import pcast
 from jax.sharding import PartitionSpec
 
 from strategies.core.options import ReduceOp, as_reduce_op
+from strategies.core.same_error import PropagatedErrors
 from strategies.jax.mesh import REPLICA, ReplicaMesh
 from strategies.replication import contexts
 from strategies.replication.replication import Replication
@@ -85,6 +86,7 @@ class Replicas:
 
     def replicate(self, value: Any) -> Any:
         """As `TPUStrategy.replicate`."""
+        self._strategy.barrier(f"TPUStrategy.replicate of {jax.tree.structure(value)}")
 
         def of(leaf: Any) -> jax.Array:
             chiefs = self._strategy.mirror(np.array(leaf), "TPUStrategy.replicate")
@@ -107,10 +109,11 @@ class Replicas:
         """As `TPUStrategy.run`."""
         leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
         apart = tuple(isinstance(each, PerReplicaArray) for each in leaves)
-        arrays = [
-            each.stacked if isinstance(each, PerReplicaArray) else self._on_mesh(each)
-            for each in leaves
-        ]
+        with PropagatedErrors(self._strategy.communicator, "TPUStrategy.run"):
+            arrays = [
+                each.stacked if isinstance(each, PerReplicaArray) else self._on_mesh(each)
+                for each in leaves
+            ]
         self._agree(fn, structure, arrays)
         results = self._mesh.wait_on_cpu(self._compiled(fn, structure, apart)(*arrays))
         return jax.tree.map(lambda each: PerReplicaArray(each, self._mesh), results)
@@ -147,9 +150,10 @@ class Replicas:
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """As `TPUStrategy.reduce`."""
-        op = as_reduce_op(reduce_op)
-        if isinstance(axis, list):
-            raise TypeError(f"axis={axis}: must be None, an int or a tuple of ints")
+        with PropagatedErrors(self._strategy.communicator, "TPUStrategy.reduce"):
+            op = as_reduce_op(reduce_op)
+            if isinstance(axis, list):
+                raise TypeError(f"axis={axis}: must be None, an int or a tuple of ints")
         axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
         what = f"reduce {op.name} axis={axis}"
         return self._over_all(lambda stacked: self._fold(stacked, op, axes), what, value)
@@ -162,7 +166,8 @@ class Replicas:
     def _over_all(self, compiled: Callable[[jax.Array], jax.Array], what: str, value: Any) -> Any:
         """The compiled function of each stacked array, which replicates it on all devices."""
         leaves, structure = jax.tree.flatten(value)
-        arrays = list(map(self._stacked, leaves))
+        with PropagatedErrors(self._strategy.communicator, "TPUStrategy", what):
+            arrays = list(map(self._stacked, leaves))
         self._agree(what, structure, arrays)
         results = [self._mesh.wait_on_cpu(compiled(each)) for each in arrays]
         return jax.tree.unflatten(structure, results)

@@ -58,9 +58,11 @@ class PytreeState:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"PytreeState: two leaves have the path {twice!r}: must differ")
+        leaves = jax.tree.leaves(self._value)
+        impls = sorted({str(jax.random.key_impl(each)) for each in leaves if _is_key(each)})
         tensors = {name: np.array(each) for name, each in self.saved_tensors().items()}
         # A rank with one more would wait for the others.
-        strategy.barrier(f"PytreeState of {len(tensors)} arrays")
+        strategy.barrier(f"PytreeState of {len(tensors)} arrays {impls or ''}")
         for name, each in tensors.items():
             strategy.mirror(each, f"PytreeState: {name}")
         self.restore_tensors(tensors)
@@ -99,13 +101,13 @@ class PytreeState:
 
         "/" and "~" in a key become "~1" and "~0", as in `Checkpoint`.
         """
-        leaves = map(_array_of, jax.tree.leaves(self.value))
-        return dict(zip(names_of(self._value), leaves, strict=True))
+        leaves, names = jax.tree.leaves(self.value), names_of(self._value)
+        return {name: _array_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Replace `value` by a pytree of the same structure."""
         leaves, structure = jax.tree.flatten(self._value)
-        arrays = [_as_jax(name, tensors[name]) for name in names_of(self._value)]
+        arrays = [jax.numpy.array(tensors[name]) for name in names_of(self._value)]
         restored = [
             jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
             if _is_key(leaf)
@@ -144,20 +146,21 @@ def _kinds_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return structure, [(each.shape, each.dtype) for each in arrays]
 
 
-def _as_jax(name: str, given: Array) -> Any:
-    array = jax.numpy.array(given)
-    if array.dtype.kind in "iu" and not np.array_equal(array, given):
-        raise ValueError(
-            f"PytreeState: {name} has numbers of {given.dtype} that {array.dtype} lacks:"
-            " use jax_enable_x64"
-        )
-    return array
-
-
 def _is_key(leaf: Any) -> bool:
     """Whether it is an array of random keys, which NumPy does not know."""
     return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _array_of(leaf: Any) -> Array:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+def _array_of(name: str, leaf: Any) -> Array:
+    """In the dtype that JAX gives the leaf, which may be one of Python's numbers."""
+    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    narrow = array.astype(dtype)
+    if array.dtype.kind in "iu" and not np.array_equal(narrow, array):
+        raise ValueError(
+            f"PytreeState: {name} has numbers of {array.dtype} that {dtype} lacks:"
+            " use jax_enable_x64"
+        )
+    return narrow

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.jax.host_calls import HostFunction, host_call
-from collectives.jax.program_order import keep_order
+from collectives.jax.host_calls import HostFunction
+from collectives.jax.kinds import Call
+from collectives.jax.primitive import bind
 from strategies.keras.training import Positions, Training
 
 
@@ -20,19 +21,16 @@ def reduce_gradients(
 ) -> list[Any]:
     """The mean of an optimizer's gradients, in one call. Collective when it runs.
 
-    Calls of one program run in the order of the trace: each depends on the one before. None stays
+    It comes in the order of the program, also among its own calls of `collectives.jax`. None stays
     None: it stands for a variable without influence, on all ranks that trace the same program.
     """
     positions = tuple(index for index, each in enumerate(gradients) if each is not None)
     present = [gradients[index] for index in positions]
     if not present:
         return list(gradients)
-    keep_order(training.communicator)
-    weight = jnp.asarray(training.weight, jnp.float32)
-    inputs = [weight, *present, *_order(training)]
-    results = host_call(_mean_function(training, number, positions), inputs, present)
-    training.last_reduction = results[0]
-    reduced = iter(results)
+    by = _mean_function(training, number, positions, training.weight)
+    call = Call("all_reduce", training.communicator, "mean", by=by)
+    reduced = iter(bind(list(map(jnp.asarray, present)), call))
     return [None if each is None else next(reduced) for each in gradients]
 
 
@@ -47,24 +45,14 @@ def outside_of_programs() -> AbstractContextManager[Any]:
     return context
 
 
-def _order(training: Training) -> list[Any]:
-    """An array of the program's last reduction, if this one is in the same program."""
-    last = training.last_reduction
-    # In a program, this is an array of it; arrays outside of programs have no trace.
-    current = jnp.zeros(())
-    if last is None or getattr(last, "_trace", None) is not getattr(current, "_trace", None):
-        return []
-    return [jnp.ravel(last)[:1]]
-
-
-def _mean_function(training: Training, number: int, positions: Positions) -> HostFunction:
-    key = number, positions
+def _mean_function(
+    training: Training, number: int, positions: Positions, weight: float
+) -> HostFunction:
+    key = number, positions, weight
     if key not in training.host_functions:
 
-        def mean(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            # A further input only determines the order.
-            weight, given = inputs[0], inputs[1 : 1 + len(outputs)]
-            factor, _ = training.exchange(number, float(weight))
+        def mean(given: Sequence[Any], outputs: Sequence[Any]) -> None:
+            factor, _ = training.exchange(number, weight)
             if factor == 1:
                 training.mean_into(given, outputs, number, positions)
                 return

@@ -49,7 +49,6 @@ def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> S
             return on_no_rows(model, step, *state, row_of_zeros(data))
         finally:
             training.rows = before
-            training.last_reduction = None
 
     return counted
 

@@ -41,10 +41,8 @@ class Training:
         """What a callback that saves has raised on the chief since the last exchange."""
         self.in_epoch = False
         """Whether the ranks take the steps of an epoch of `fit`."""
-        self.host_functions: dict[tuple[int, Positions], Any] = {}
-        """The functions that compiled programs call, by optimizers' numbers and their variables."""
-        self.last_reduction: Any = None
-        """A result of the last reduction in a JAX program, on which the next one depends."""
+        self.host_functions: dict[tuple[int, Positions, float], Any] = {}
+        """What compiled programs call, by optimizers' numbers, their variables and weights."""
         self.step: Any = None
         """Of Keras's TensorFlow backend, what gradients' reduction needs of the current step."""
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -369,6 +369,16 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         lambda: calls.broadcast([square, {"c" if odd else "b": square}]),
         lambda: calls.all_gather([square] * (2 + odd)),
         lambda: calls.reduce([square] * (1 + odd)),
+        # A rank without arrays makes the call, too.
+        lambda: calls.all_reduce({} if odd else {"a": square}),
+        lambda: calls.broadcast([None] if odd else [square]),
+        lambda: calls.all_reduce({("a", "bc"[odd]): square}),
+        lambda: calls.all_reduce(
+            {"a, b": square, "c": square} if odd else {"a": square, "b, c": square}
+        ),
+        lambda: calls.all_reduce({"1" if odd else 1: square}),
+        lambda: calls.all_reduce(square.astype("int32" if odd else "float32"), "mean"),
+        lambda: calls.broadcast(jax.random.key(0, impl="rbg" if odd else "unsafe_rbg")),
     ):
         with pytest.raises(collectives.MismatchError), calls.original_errors():
             jax.block_until_ready(call())
@@ -379,6 +389,9 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         _registered.add(Box)
         register(Box, lambda box: ([(object(), box.held)], None), lambda _, held: Box(*held))
     assert calls.all_reduce(boxes)["b"].held[0, 0] == comm.size
+    same = {True: square} if odd else {1: square}
+    assert next(iter(calls.all_reduce(same).values()))[0, 0] == comm.size
+    assert calls.all_reduce({"a": []}) == {"a": []}
     total = calls.all_reduce({object(): square})
     np.testing.assert_array_equal(next(iter(total.values())), np.full(square.shape, comm.size))
     # A program that has run raises another error of JAX's, on the ranks where it has.

@@ -136,6 +136,16 @@ def test_pytrees_in_checkpoints(jax, comm, tmp_path):
     for one, other in zip(*map(jax.tree.leaves, (restored.value, state.value)), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
+    # Python's numbers, and NumPy's of 64 bits, are saved as JAX has them.
+    counted = PytreeState(strategy, {"epoch": 0, "rate": 0.5, "seen": np.int64(1)})
+    counted.value = {"epoch": 3, "rate": 0.25, "seen": np.int64(5)}
+    strategies.Checkpoint(training=counted).save(f"{path}.counted")
+    again = PytreeState(strategy, {"epoch": 0, "rate": 0.0, "seen": np.int64(0)})
+    strategies.Checkpoint(training=again).restore(f"{path}.counted")
+    assert (again.value["epoch"], again.value["rate"], again.value["seen"]) == (3, 0.25, 5)
+    counted.value = {"epoch": 3_000_000_000, "rate": 0.0, "seen": 0}
+    with pytest.raises(ValueError, match="that int32 lacks"):
+        counted.saved_tensors()
     nested = PytreeState(strategy, {"a/b": jnp.zeros(2), "a": {"b": jnp.ones(2)}})
     assert sorted(nested.saved_tensors()) == ["a/b", "a~1b"]
     assert [nested.value["a/b"].tolist(), nested.value["a"]["b"].tolist()] == [[0, 0], [1, 1]]

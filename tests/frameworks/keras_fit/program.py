@@ -1116,6 +1116,33 @@ if BACKEND == "torch":
 if BACKEND == "jax":
 
     @check
+    def layers_that_communicate():
+        """Their calls and the gradients' come in one order, however many rows a rank has."""
+        import collectives.jax as calls
+
+        class Stat(keras.layers.Layer):
+            def build(self, shape):
+                self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+            def call(self, inputs, training=False):
+                if training:
+                    own = keras.ops.mean(keras.ops.stop_gradient(inputs), 0)
+                    self.mean.assign(0.9 * self.mean + 0.1 * calls.all_reduce(own, "mean"))
+                return inputs
+
+        def make(seed):
+            keras.utils.set_random_seed(seed)
+            dense = partial(keras.layers.Dense, 1, activation="tanh")
+            return keras.Sequential([keras.Input((6,)), dense(), Stat(), dense(), Stat()])
+
+        keras.utils.set_random_seed(1 + RANK)
+        with STRATEGY.scope():
+            together = make(1 + RANK)
+            together.compile("sgd", "mse")
+        together.fit(X[:6], Y[:6], batch_size=SIZE + 1, epochs=2, verbose=0)
+        assert_same_everywhere(weights_of(together).tobytes())
+
+    @check
     def two_optimizers_in_one_program():
         import jax
         import jax.numpy as jnp

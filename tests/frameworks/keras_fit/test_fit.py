@@ -45,6 +45,7 @@ QUICK = {
         "random_numbers_differ_by_rank",
         "calls_within_an_epoch",
         "statistics_that_follow_from_weights",
+        "layers_that_communicate",
         "two_optimizers_in_one_program",
         "all_reduce_of_pytrees",
         "errors_within_programs",
