@@ -180,7 +180,7 @@ def _saveable_states(objects: Mapping[str, Any]) -> States:
 def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str]) -> str:
     communicator = strategy.communicator
     states = call_on_all(communicator, "Checkpoint.save", get_states)
-    refuse_different_names(communicator, "Checkpoint.save", list(states))
+    refuse_different_names(communicator, "Checkpoint.save", states)
     if not strategy.trains_alone:
         call_on_all(communicator, "Checkpoint.save", lambda: _refuse_trained_apart(states))
     strategy.settle()
@@ -203,7 +203,7 @@ def _restore_from(
     """Restore from rank 0's path; the path of the file, None for a path of None. Collective."""
     what = "Checkpoint.restore"
     states = call_on_all(communicator, what, get_states)
-    refuse_different_names(communicator, what, list(states))
+    refuse_different_names(communicator, what, states)
     source = call_on_first(communicator, lambda: None if path is None else _existing(path))
     if source is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from collectives import Communicator
@@ -100,9 +100,11 @@ class VariableState(State):
         self.owner.assign(tensors[""])
 
 
-def refuse_different_names(communicator: Communicator, what: str, names: Iterable[str]) -> None:
-    """The same ValueError on every rank where the ranks' names differ. Collective."""
-    own = sorted(names)
+def refuse_different_names(
+    communicator: Communicator, what: str, states: Mapping[str, State]
+) -> None:
+    """The same ValueError on every rank where states or their variables differ. Collective."""
+    own = sorted(f"{path}{_number(state)}" for path, state in states.items())
     reports = compare(communicator, f"{what}: the states ", ", ".join(own), own, what)
     if reports is not None:
         everywhere = set.intersection(*map(set, reports))
@@ -110,6 +112,13 @@ def refuse_different_names(communicator: Communicator, what: str, names: Iterabl
         names = [", ".join(each) or "none" for each in extra]
         text = by_rank(f"{what}: some ranks have states that others lack", names)
         raise raised_on_all(ValueError(text), communicator.rank)
+
+
+def _number(state: State) -> str:
+    """The number of a variable, which has the same one on all ranks."""
+    variable = state.owner
+    known = isinstance(state, VariableState) and variable.distributed
+    return f" (variable {variable.number})" if known else ""
 
 
 _SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)", re.DOTALL).fullmatch

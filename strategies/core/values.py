@@ -82,6 +82,8 @@ def as_array(value: Any, name: str, dtype: Any = None, *, gpu: bool = False) -> 
     """
     if gpu:
         return _on_gpu(value, name, dtype)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost")
     if not hasattr(value, "__dlpack__") or (isinstance(value, np.ndarray) and not on_gpu(value)):
         return np.asarray(value, dtype)
     refuse_lost_gradient(value, name)

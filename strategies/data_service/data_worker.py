@@ -93,9 +93,10 @@ class DatasetWorker:
         self._strategy = strategy
         self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._joint = False
-        self._together = DistributedDataset(strategy.communicator, self._next_epoch)
         if membership is not None:
+            # First, as all ranks of the program make it: errors above are raised on all of them.
             self._join(membership, credits)
+        self._together = DistributedDataset(strategy.communicator, self._next_epoch)
 
     def _join(self, membership: Membership, credits: int) -> None:
         training = membership.ranks_of("chief", "worker")

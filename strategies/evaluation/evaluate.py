@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import Checkpoint
 from strategies.checkpoint.manager import FoundCheckpoint, find_checkpoints
-from strategies.core.same_error import call_on_first
+from strategies.core.same_error import PropagatedErrors, call_on_first
 from strategies.evaluation.end_marker import EndOfTraining
 
 ModelFunction: TypeAlias = Callable[[Strategy], tuple[Checkpoint, Callable[[], Any]]]
@@ -68,8 +68,9 @@ def evaluate_checkpoints(
     `idle_seconds`, and if there never was a checkpoint. Raises ValueError unless `poll_seconds` is
     positive, and the errors of `Checkpoint.restore` and of the functions.
     """
-    _check_interval(poll_seconds)
     strategy = get_strategy() if strategy is None else strategy
+    with PropagatedErrors(strategy.communicator, "evaluate_checkpoints"):
+        _check_interval(poll_seconds)
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
@@ -110,11 +111,13 @@ def _new_checkpoints(
     end = EndOfTraining(directory, run)
     last_found = time.monotonic()
 
-    def poll() -> tuple[FoundCheckpoint | None, bool, float]:
+    def poll() -> tuple[FoundCheckpoint | None, bool, float | None]:
         # The end is read first, so that all checkpoints before it are in the list.
         ended = end.poll()
         new = next((each for each in find_checkpoints(directory) if each not in seen), None)
-        return new, ended, time.monotonic() - last_found
+        idle = time.monotonic() - last_found
+        over = idle_seconds is not None and idle >= idle_seconds
+        return new, ended, idle if over else None
 
     while True:
         new, ended, idle = call_on_first(strategy.communicator, poll)
@@ -127,7 +130,7 @@ def _new_checkpoints(
                 text = f"{directory}: training has ended without any checkpoint in this directory"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
-        elif idle_seconds is not None and idle >= idle_seconds:
+        elif idle is not None:
             text = f"{directory}: no new checkpoint for {idle:.0f} s, and no end of training"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
             return

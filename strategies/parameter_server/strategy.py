@@ -16,6 +16,7 @@ from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
 from strategies.core.options import ReduceOp, RunOptions
+from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
 from strategies.core.values import Array, whole_number
 from strategies.input import InputContext, InputOptions
@@ -72,6 +73,8 @@ class ParameterServerStrategy(Strategy):
         self.membership = join_cluster(communicator, cluster_resolver, validate_roles)
         self.roles = Roles.of(self.membership)
         world = self.membership.world
+        what = "ParameterServerStrategy: the ranks' arguments differ"
+        refuse_differences(world, what, f"staleness={self.staleness}")
         self._mailbox = world.mailbox()
         nodes = world.all_gather_object(world.node)
         self._server: Server | None = None

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
 
 PARAMETER = "distribute: "
+_VARIABLE = "Variable "
 """Before the name of a torch module's parameter, which is the same on all workers."""
 
 _HOME = 0
@@ -107,8 +108,10 @@ class Worker:
             raise ShapeMismatchError(text)
         if info.dtype != value.dtype:
             raise DtypeMismatchError(text)
-        if what.startswith(PARAMETER) and info.what != what:
-            raise MismatchError(f"{text}: all workers must give the same models in the same order")
+        if what.startswith((PARAMETER, _VARIABLE)) and info.what != what:
+            raise MismatchError(
+                f"{text}: all workers must make the same models and variables in the same order"
+            )
         return info
 
     def colocate_with(self, storage: Storage) -> AbstractContextManager[None]:

@@ -69,13 +69,22 @@ class Variable(Replicated, NDArrayOperatorsMixin):
             if on_gpu(local) and not self.strategy.variables_on_gpus:
                 kind = type(self.strategy).__name__
                 raise TypeError(f"{what} lies on a GPU: {kind} keeps values on the host")
+        rules = [
+            f"trainable={trainable}" * (not trainable),
+            str(synchronization) * self.on_read,
+            str(aggregation) * (aggregation is not VariableAggregation.NONE),
+        ]
+        if self.strategy.aggregates and any(rules):
+            # Ranks without make another call at once.
+            self.strategy.barrier(", ".join([what, *filter(None, rules)]))
         self.storage: Storage = (
             LocalStorage(self.strategy.mirror(local, what))
             if self.on_read
             else self.strategy.store(local, what)
         )
         # Only now, since the ranks' dtypes might have differed.
-        if aggregation is VariableAggregation.MEAN and local.dtype.kind not in "fcV":
+        floats = local.dtype.kind in "fc" or "float" in local.dtype.name
+        if aggregation is VariableAggregation.MEAN and not floats:
             raise ValueError(
                 f"aggregation={aggregation}: needs a floating dtype, not {local.dtype}"
             )

@@ -174,7 +174,12 @@ def test_ranks_with_different_objects_raise_the_same_error(comm, strategy, path)
     checkpoint = Checkpoint(**things)
     for call in (checkpoint.save, checkpoint.restore):
         text = same_refusal(comm, ValueError, "some ranks have states that others lack", call, path)
-        assert "rank 0: b\n  rank 1: c" in text
+        assert "rank 0: b (variable 1)\n  rank 1: c (variable 1)" in text
+    names = ["a", "b"] if comm.rank == 1 else ["b", "a"]
+    swapped = Checkpoint(**dict(zip(names, things.values(), strict=True)))
+    for call in (swapped.save, swapped.restore):
+        text = same_refusal(comm, ValueError, "some ranks have states that others lack", call, path)
+        assert "rank 0: a (variable 1), b (variable 0)\n  rank 1: a (variable 0)" in text
     assert not os.path.exists(path)
 
 

@@ -9,6 +9,7 @@ from strategies import (
     LocalSGDStrategy,
     Variable,
     VariableAggregation,
+    VariableSynchronization,
     get_replica_context,
     metrics,
     optimizers,
@@ -166,6 +167,22 @@ def test_other_variables_and_methods_are_refused_within_run(comm):
     strategy.run(lambda: pair[1].assign(np.ones((2, 1))))
     found = [each.numpy().ravel().tolist() for each in pair]
     assert found == [[1.0, 1.0], [comm.size] * 2]
+
+
+@pytest.mark.parametrize("kind", IN_STEP, ids=lambda kind: kind.__name__)
+def test_variables_of_other_rules_are_refused(comm, kind):
+    strategy, odd = kind(communicator=comm), comm.rank == 1
+    total, mean = VariableAggregation.SUM, VariableAggregation.MEAN
+    on_read = VariableSynchronization.ON_READ
+    for rules in (
+        {"aggregation": total if odd else mean},
+        {"aggregation": total if odd else VariableAggregation.NONE},
+        {"trainable": odd},
+        {"aggregation": total, "synchronization": on_read if odd else VariableSynchronization.AUTO},
+    ):
+        with strategy.scope():
+            refusal(MismatchError, "different arguments", Variable, np.ones(2, int), **rules)
+    strategy.communicator.close()
 
 
 @pytest.mark.parametrize("kind", IN_STEP, ids=lambda kind: kind.__name__)

@@ -490,6 +490,19 @@ def test_gradients_that_are_absent_or_unreadable(comm):
         strategy,
         lambda: [(np.ones(3), first), (Differentiated() if last else np.ones(2), second)],
     )
+    for odd, text in (
+        (np.ones(2, complex), "at position 1 is of complex128"),
+        (np.array(["1", "2"]), "at position 1 is of <U1"),
+        (np.ma.masked_array(np.ones(2)), "masked array"),
+    ):
+        same_refusal(
+            comm,
+            MismatchError,
+            text,
+            applied,
+            strategy,
+            lambda odd=odd: [(np.ones(3), first), (odd if last else np.ones(2), second)],
+        )
     applied(strategy, lambda: [(np.ones(3), first), (None, second)])
     applied(strategy, lambda: [(np.ones(3), first), (np.zeros(2) if last else np.ones(2), second)])
     np.testing.assert_array_equal(first, np.full(3, 1.0 - 2 * comm.size))

@@ -11,6 +11,7 @@ import strategies
 from collectives import (
     DeadlineExceededError,
     DtypeMismatchError,
+    MismatchError,
     RankFailedError,
     ShapeMismatchError,
 )
@@ -127,6 +128,20 @@ def test_other_shapes_and_dtypes_than_the_chiefs(comm):
 
     for value in run_workers(comm, 1, work):
         np.testing.assert_array_equal(value, ramp(0))
+
+
+def test_other_names_than_the_chiefs(comm):
+    """Of equal shapes: each worker would train another variable."""
+    kept = []
+
+    def work(strategy):
+        names = ["a", "b"] if strategy.is_chief else ["b", "a"]
+        if strategy.is_chief:
+            kept.extend(Variable(1.0, name=name) for name in names)
+        else:
+            refusal(MismatchError, "in the same order", Variable, 1.0, name=names[0])
+
+    run_workers(comm, 1, work)
 
 
 def test_a_variable_that_the_chief_never_makes(comm):

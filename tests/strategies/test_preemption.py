@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
+from collectives import MismatchError
 from strategies import Checkpoint, CheckpointManager, Variable, latest_checkpoint
 from strategies.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.strategies.support import refusal, same_refusal, strategy_of
@@ -150,3 +152,17 @@ def test_what_is_refused(comm, directory):
         refusal(ValueError, "checkpoint_dir=None: must be the dir", make, None, checkpoint)
         refusal(ValueError, "must be None, the manager has one", make, None, manager, directory)
         same_refusal(comm, TypeError, "dict: must be a Checkpoint or a C", make, None, {})
+        odd = comm.rank == 1
+        for config in (
+            TerminationConfig(grace_period=1.0 + odd),
+            TerminationConfig(exit_fn=print if odd else None),
+            TerminationConfig(save_fn=print if odd else None),
+        ):
+            if comm.size > 1:
+                call = partial(make, None, manager, communicator=comm, termination_config=config)
+                same_refusal(comm, ValueError, "the ranks' configurations differ", call)
+        config = TerminationConfig(signals=(9,) if odd else ())
+        for given in (({} if odd else manager,), (manager, None, config)):
+            if comm.size > 1:
+                with pytest.raises(MismatchError, match="refused by"):
+                    make(None, *given, communicator=comm)
