@@ -53,6 +53,7 @@ NEEDS = {
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
         *(f"strategies.keras.{each}" for each in ("saving", "scope", "seeds", "shares", "state")),
+        "strategies.keras.arguments",
         "strategies.keras.steps",
         *(
             f"strategies.keras.tensorflow_{each}"

@@ -2,7 +2,10 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -384,6 +387,18 @@ def test_libraries_that_may_be_absent_are_imported_in_few_places(library):
         if any(name.split(".")[0] == library for name in imported(path))
     }
     assert importing == LAZY[library]
+
+
+LIBRARIES = {"MPI": "mpi4py", "torch": "torch", "Keras": "keras", "JAX": "jax"}
+LIBRARIES |= {"TensorFlow": "tensorflow", "CuPy": "cupy"}
+
+
+def test_modules_that_need_what_is_absent_are_listed():
+    """In the script that the CI runs in environments of several kinds."""
+    has = [f"--has={name}" for name, module in LIBRARIES.items() if find_spec(module)]
+    command = [sys.executable, ROOT / ".ci" / "import_all.py", *has, "collectives", "strategies"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
 
 
 # mpi4py's calls for objects.
