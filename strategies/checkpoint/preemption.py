@@ -19,7 +19,6 @@ from collectives.scope import named_scope
 from strategies.checkpoint.checkpoint import Checkpoint
 from strategies.checkpoint.manager import CheckpointManager
 from strategies.core.same_error import PropagatedErrors, refuse_differences
-from strategies.core.world import world_of
 
 Result = TypeVar("Result")
 
@@ -87,13 +86,14 @@ class PreemptionCheckpointHandler:
         communicator: Communicator | None = None,
     ) -> None:
         self._config = config = termination_config or TerminationConfig()
-        with PropagatedErrors(world_of(communicator), _NAME):
+        with PropagatedErrors(communicator, _NAME):
             self._manager = self._manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
-            if wrong := {signal.SIGKILL, signal.SIGSTOP}.intersection(config.signals):
-                raise ValueError(f"signals: {wrong}: can't be handled")
         if communicator is None:
             communicator = self._communicator_of(self._manager)
         self._communicator: Communicator = communicator
+        with PropagatedErrors(communicator, _NAME):
+            if wrong := {signal.SIGKILL, signal.SIGSTOP}.intersection(config.signals):
+                raise ValueError(f"signals: {wrong}: can't be handled")
         functions = [each is not None for each in (config.save_fn, config.exit_fn)]
         refuse_differences(
             communicator,

@@ -255,10 +255,8 @@ def grouped_reducescatter_async(
     """Start a `grouped_reducescatter`."""
     op, comm = op_of(op, None), ranks_of(process_set)
     sent = [_to_scatter(each, prescale_factor) for each in tensors]
-    kind, what = (
-        f"grouped_reducescatter_async of {len(sent)}",
-        text_of(name, prescale_factor, postscale_factor),
-    )
+    kind = f"grouped_reducescatter_async of {len(sent)}"
+    what = text_of(name, prescale_factor, postscale_factor)
     notice_joined(comm, Request(kind, what=what))
     return Pending(_Each([_scatter(comm, each, op, postscale_factor) for each in sent]))
 
