@@ -9,20 +9,14 @@ from collections.abc import Mapping
 from collectives.errors import LaunchError
 from collectives.launch.command import main
 from collectives.launch.tasks import Tasks
-from collectives.launching.launcher import find_torch_launch
-
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from collectives.launching.launcher import find_torch_launch, torch_variables_refused
 
 
 def find_tasks(environment: Mapping[str, str]) -> Tasks:
     """The ranks according to the variables; LaunchError if they are incomplete or wrong."""
     launch = find_torch_launch(environment)
     if launch is None:
-        seen = ", ".join(f"{name}={environment.get(name, '')!r}" for name in _VARIABLES)
-        raise LaunchError(
-            f"the environment has {seen}; needed are all four, with 0 <= RANK < WORLD_SIZE and"
-            " MASTER_PORT < 65536"
-        )
+        raise torch_variables_refused(environment)
     if launch.agent_store:
         raise LaunchError(
             f"torchrun serves {launch.host}:{launch.port} itself; let it start the program directly"

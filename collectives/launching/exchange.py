@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -90,7 +90,7 @@ class Exchange:
         self._names, self._listening = names, listening
         self._own_name = names[rank] if names else f"rank {rank} of {size}"
         self._limit = time.monotonic() + seconds
-        self._problem, self._pause = "", _SHORTEST_SLEEP
+        self._problem, self._pause, self._preceded = "", _SHORTEST_SLEEP, False
         self._failure: CollectiveError | None = None
         self._failure_limit = math.inf
 
@@ -100,9 +100,9 @@ class Exchange:
         Raises DeadlineExceededError, which names the absent ranks, RankFailedError if a rank ends
         meanwhile, and LaunchError if the server can't be reached.
         """
-        own = json.dumps(this_host(server))
+        self._own = json.dumps([self._size, secrets.token_hex(4), *this_host(server)])
         try:
-            return self._serve(own) if self._rank == 0 else self._follow(own)
+            return self._serve() if self._rank == 0 else self._follow()
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -114,7 +114,7 @@ class Exchange:
                 f" {self._named([0])}, or the process that serves it, has ended"
             ) from error
 
-    def _serve(self, own: str) -> Connection:
+    def _serve(self) -> Connection:
         """Start the server and connect to it.
 
         The process is started first, because Python's start takes as long as the ranks' arrival.
@@ -131,12 +131,14 @@ class Exchange:
             cwd="/",
             pass_fds=inherited,
         ) as process:
-            self._store.set(f"{session}/0", own)
+            self._store.set(f"{session}/0", self._own)
             self._store.set(_SESSION, session)
             names = [f"{session}/{rank}" for rank in range(self._size)]
             self._await_all(session, names)
-            hosts = [Host(*json.loads(self._store.get(name))) for name in names]
-            server = self._configure(process, hosts)
+            ranks = [json.loads(self._store.get(name)) for name in names]
+            hosts = [Host(*host) for _, _, *host in ranks]
+            problem = self._other_sizes(size for size, *_ in ranks)
+            server = _Server(problem=problem) if problem else self._configure(process, hosts)
             self._store.set(f"{session}/server", json.dumps(server))
             if (failure := self._failure_of(server)) is not None:
                 raise failure
@@ -176,7 +178,7 @@ class Exchange:
             return _Server(problem=f"rank 0 can't listen on {address}: {reason}")
         return _Server(address, int(answer), token)
 
-    def _follow(self, own: str) -> Connection:
+    def _follow(self) -> Connection:
         """Connect to the server of the newest session that has one.
 
         A failure that is published instead may be an earlier attempt's: it is raised if no newer
@@ -188,7 +190,8 @@ class Exchange:
                 self._sleep(None)
             session = self._store.get(_SESSION).decode()
             if session != joined:
-                self._store.set(f"{session}/{self._rank}", own)
+                self._preceded = self._store.check([f"{session}/{self._rank}"])
+                self._store.set(f"{session}/{self._rank}", self._own)
                 joined, self._failure, self._failure_limit = session, None, math.inf
             if self._failure is None and self._store.check([f"{session}/server"]):
                 server = _Server(*json.loads(self._store.get(f"{session}/server")))
@@ -209,8 +212,20 @@ class Exchange:
             raise self._failure
         names = [] if session is None else [f"{session}/{rank}" for rank in range(self._size)]
         absent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+        if names:
+            first, own = (self._store.get(names[rank]).decode() for rank in (0, self._rank))
+            if problem := self._other_sizes(json.loads(first)[:1]):
+                raise LaunchError(problem)
+            if self._preceded or own != self._own:
+                self._problem += f"; or {self._own_name} was started twice"
         # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
         raise self._late(absent or (0,))
+
+    def _other_sizes(self, sizes: Iterable[int]) -> str:
+        """Which of the first ranks are of a world of another size than this one; "" for none."""
+        others = [f"rank {r} of {size}" for r, size in enumerate(sizes) if size != self._size]
+        what = "the ranks were started as worlds of different sizes"
+        return f"{what}: {self._own_name}, but {', '.join(others)}" if others else ""
 
     def _late(self, absent: Sequence[int]) -> DeadlineExceededError:
         return DeadlineExceededError(

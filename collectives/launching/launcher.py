@@ -25,6 +25,7 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANKS = (*_MPI_RANKS, "SLURM_PROCID")
 # Torchrun's size and rank, used only together, because either alone has other meanings elsewhere.
 _TORCH = ("WORLD_SIZE", "RANK")
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -61,7 +62,7 @@ class TorchLaunch:
 def find_launcher(environment: Mapping[str, str]) -> Launcher:
     """The launcher according to its variables; size 1 if there are none."""
     sizes, ranks = list(_SIZES), list(_RANKS)
-    if all(environment.get(name, "").isdigit() for name in _TORCH):
+    if None not in [_number(environment, name) for name in _TORCH]:
         # A torchrun that is a task of Slurm starts processes of its own.
         slurm = int(_TORCHRUN in environment)
         sizes.insert(len(sizes) - slurm, _TORCH[0])
@@ -72,9 +73,14 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher:
 
 def _first(environment: Mapping[str, str], names: Sequence[str], default: int) -> tuple[str, int]:
     for name in names:
-        if environment.get(name, "").isdigit():
-            return name, int(environment[name])
+        if (number := _number(environment, name)) is not None:
+            return name, number
     return "", default
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "").strip()
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def started_by_mpi(environment: Mapping[str, str]) -> bool:
@@ -101,25 +107,38 @@ def _is_local_socket(descriptor: int) -> bool:
 
 def find_torch_launch(environment: Mapping[str, str]) -> TorchLaunch | None:
     """What torchrun, or a user in its place, has set for this process; None if that is not all."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    if not all(environment.get(name, "").isdigit() for name in names):
-        return None
-    rank, size, port = (int(environment[name]) for name in names)
+    rank, size, port = (_number(environment, n) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = environment.get("MASTER_ADDR", "")
     agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not host or rank >= size or port >= 1 << 16:
+    if not host or rank is None or size is None or port is None:
+        return None
+    if rank >= size or port >= 1 << 16:
         return None
     return TorchLaunch(rank, size, host, port, agent_store)
+
+
+def torch_variables_refused(environment: Mapping[str, str]) -> LaunchError:
+    """The error of a process whose variables `find_torch_launch` does not take."""
+    seen = ", ".join(f"{name}={environment.get(name, '')!r}" for name in _TORCH_VARIABLES)
+    return LaunchError(
+        f"the environment has {seen}; needed are all four, with 0 <= RANK < WORLD_SIZE and"
+        " MASTER_PORT < 65536"
+    )
 
 
 def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
     """Raise LaunchError if MPI has one rank although the launcher started several processes.
 
-    A world of several ranks is never refused, because its launcher works with this MPI; other
-    variables may come from an enclosing launcher.
+    Or if torchrun's variables are set, of which one can't be read. A world of several ranks is
+    never refused, because its launcher works with this MPI; other variables may come from an
+    enclosing launcher.
     """
     launcher = find_launcher(environment)
-    if mpi.COMM_WORLD.size > 1 or launcher.size == 1 or environment.get(ALLOW_SINGLETON) == "1":
+    if mpi.COMM_WORLD.size > 1 or environment.get(ALLOW_SINGLETON) == "1":
+        return
+    if launcher.size == 1:
+        if not launcher.variable and _is_malformed(environment):
+            raise torch_variables_refused(environment)
         return
     library = library_name(mpi).partition(",")[0]
     raise LaunchError(
@@ -128,6 +147,14 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
         f"{_advice(library, launcher, environment)}"
         f" If each process is to run alone, set {ALLOW_SINGLETON}=1."
     )
+
+
+def _is_malformed(environment: Mapping[str, str]) -> bool:
+    """Whether something has set torchrun's variables, and one of them is no number or absent."""
+    if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
+        return False
+    given = any(name in environment for name in _TORCH)
+    return given and _number(environment, "WORLD_SIZE") != 1
 
 
 def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) -> str:

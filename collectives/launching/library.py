@@ -8,8 +8,10 @@ from typing import Any
 
 from collectives.errors import BackendUnavailableError
 
-# Of Open MPI, which reads them when MPI is initialized.
+# Read when MPI is initialized: those of Open MPI, and of UCX, by which MPICH sends.
 _SETTINGS = {
+    # UCX replaces the program's handler of this signal by one of its own, SIGHUP by default.
+    "UCX_DEBUG_SIGNO": "0",
     # Without InfiniBand, this component prints a message for every window, and it is not
     # thread-safe.
     "OMPI_MCA_osc": "^ucx",

@@ -1,13 +1,16 @@
 """The launchers' variables, and unintended worlds of one rank."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from collectives.launching.launcher import Launcher, find_launcher
+from collectives.errors import LaunchError
+from collectives.launching.launcher import Launcher, check_launch, find_launcher
 from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
 from tests.worlds.programs import ROOT, run_launcher
 
@@ -27,6 +30,8 @@ pytestmark = pytest.mark.both_mpis
         ({"PMI_SIZE": "4", "PMI_RANK": "2", "SLURM_PROCID": "0"}, (4, 2)),
         ({"PMI_SIZE": "many"}, (1, 0)),
         ({"WORLD_SIZE": "4", "RANK": "2"}, (4, 2)),
+        ({"WORLD_SIZE": "4", "RANK": " 2 "}, (4, 2)),
+        ({"WORLD_SIZE": "4", "RANK": "²"}, (1, 0)),
         # Variables of other programs.
         ({"WORLD_SIZE": "4"}, (1, 0)),
         # mpirun with the variables that torch needs.
@@ -93,6 +98,46 @@ def test_a_slurm_step_without_the_plugin_of_this_mpi_is_refused(tmp_path):
     plugin = "pmix" if is_open_mpi(find_mpirun()) else "pmi2"
     assert "2 processes were started (SLURM_STEP_NUM_TASKS=2)" in ended.stderr
     assert f"`srun --mpi={plugin} -n 2 python …`" in ended.stderr
+
+
+def test_variables_of_torchrun_that_can_not_be_read_are_refused(monkeypatch):
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(size=1))
+    for name, value in [
+        ("RANK", "$(JOB_COMPLETION_INDEX)"),
+        ("RANK", "-1"),
+        ("RANK", None),
+        ("WORLD_SIZE", "two"),
+    ]:
+        wrong = {key: text for key, text in (given | {name: value}).items() if text is not None}
+        with pytest.raises(LaunchError, match=re.escape(f"{name}={value or ''!r}")):
+            check_launch(alone, wrong)
+        check_launch(alone, wrong | {"COLLECTIVES_ALLOW_SINGLETON": "1"})
+        check_launch(SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2)), wrong)
+    check_launch(alone, given | {"WORLD_SIZE": "1", "RANK": "x"})
+    check_launch(alone, given | {"PMI_SIZE": "1", "RANK": "x"})
+    # Of a shell that trains on one process as well.
+    check_launch(alone, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+
+
+HANGUP = """
+import os, signal
+import collectives
+hangups = []
+signal.signal(signal.SIGHUP, lambda *_: hangups.append(1))
+collectives.world()
+os.kill(os.getpid(), signal.SIGHUP)
+print(hangups)
+"""
+
+
+def test_the_handlers_of_a_program_stay(tmp_path):
+    environment = world_environment(tmp_path) | {"PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", HANGUP]
+    ended = subprocess.run(
+        line, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[1]\n"), ended.stderr
 
 
 @pytest.mark.parametrize(

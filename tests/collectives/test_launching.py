@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -107,7 +108,7 @@ class Store:
         return all(name in self.values for name in names)
 
 
-def connect(store, size, seconds=20.0, absent=(), *, rank_0_is_last=False):
+def connect(store, size, seconds=20.0, absent=(), *, rank_0_is_last=False, sizes=None):
     """Every present rank's connection or error."""
 
     def one(rank):
@@ -115,7 +116,8 @@ def connect(store, size, seconds=20.0, absent=(), *, rank_0_is_last=False):
             for _ in range(size - 1):
                 assert store.joined.acquire(timeout=10)
         try:
-            return Exchange(store, rank, size, seconds).connect("127.0.0.1")
+            of = sizes[rank] if sizes else size
+            return Exchange(store, rank, of, seconds).connect("127.0.0.1")
         except Exception as error:
             return error
 
@@ -148,13 +150,43 @@ def test_absent_ranks_are_named_on_all_others(absent):
         store.set("session", "old")
         store.set("old/server", json.dumps(["127.0.0.1", 9, "token"]))
         for rank in range(3):
-            store.set(f"old/{rank}", "")
+            store.set(f"old/{rank}", json.dumps([3, 0]))
     for rank, error in connect(store, 3, 0.3, absent).items():
         assert isinstance(error, DeadlineExceededError), error
         assert error.absent == absent
         assert f"rank {rank} of 3: the start of MPI timed out after 0.3 s" in str(error)
         named = ", ".join(map(str, absent))
         assert f"Absent: rank{'s' * (len(absent) > 1)} {named}" in str(error)
+        # The entry in the earlier attempt's session may be another process's.
+        assert ("was started twice" in str(error)) == (absent == (0,))
+
+
+def test_ranks_of_worlds_of_different_sizes_are_an_error_on_all(monkeypatch):
+    from collectives.launching import exchange
+
+    monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
+    for sizes, seconds in (((2, 3), 20.0), ((2, 2, 3), 1.0)):
+        errors = connect(Store(), len(sizes), seconds, sizes=sizes)
+        surplus = len(sizes) == 3
+        for rank in (2,) if surplus else (0, 1):
+            assert isinstance(errors[rank], LaunchError), errors[rank]
+            text = "rank 2 of 3, but rank 0 of 2" if surplus else "rank 0 of 2, but rank 1 of 3"
+            assert f"as worlds of different sizes: {text}" in str(errors.pop(rank))
+        for connected in errors.values():
+            connected.pmi.close()
+            connected.end.close()
+
+
+def test_a_rank_that_was_started_twice_is_named():
+    store = Store()
+    store.set("session", "now")
+    store.set("now/0", json.dumps([3, "a"]))
+    exchanges = [Exchange(store, 1, 3, seconds) for seconds in (1.0, 2.0)]
+    with ThreadPoolExecutor(2) as pool:
+        for end in [pool.submit(each.connect, "127.0.0.1") for each in exchanges]:
+            text = re.escape("Absent: rank 2; or rank 1 of 3 was started twice")
+            with pytest.raises(DeadlineExceededError, match=text):
+                end.result()
 
 
 @pytest.mark.parametrize(
