@@ -13,8 +13,14 @@ from collections.abc import Mapping
 
 from collectives import Communicator
 from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
-from strategies.cluster.spec import ClusterSpec, ordered_tasks, read_index, worker_cluster
-from strategies.cluster.tf_config import TFConfig, parse_tf_config
+from strategies.cluster.spec import (
+    ClusterSpec,
+    as_object,
+    ordered_tasks,
+    read_index,
+    worker_cluster,
+)
+from strategies.cluster.tf_config import TFConfig, parse_tf_config, validate_cluster
 from strategies.core.world import world_of
 
 __all__ = [
@@ -44,8 +50,15 @@ class ClusterResolver(ABC):
         """The cluster; an empty one, which is false, for a single worker."""
 
     def tf_config(self) -> TFConfig:
-        """The same answers as one value, whose `to_text()` every rank can report."""
-        return TFConfig(self.cluster_spec() or None, self.task_type, self.task_id)
+        """The same answers as one value, whose `to_text()` every rank can report.
+
+        Raises TypeError or ValueError for a cluster or a task that TF_CONFIG could not have.
+        """
+        cluster = ClusterSpec(self.cluster_spec() or {}, name="cluster_spec()")
+        if not (self.task_type is None or isinstance(self.task_type, str)):
+            raise TypeError(f"task_type is {self.task_type!r}; it must be a string, or None")
+        index = None if self.task_id is None else read_index(self.task_id, "task_id")
+        return TFConfig(cluster or None, self.task_type, index)
 
 
 class _KnownCluster(ClusterResolver):
@@ -142,7 +155,8 @@ class SlurmClusterResolver(_KnownCluster):
     jobs: how many tasks each job has (default: all are workers); tasks get them in the order chief,
     workers, ps, evaluator, others by name, by SLURM_PROCID. tasks_per_node: where the step
     doesn't define it. Addresses are `host:port`, from port_base on, for reading only. Raises
-    ValueError outside of a Slurm step, and where the jobs' tasks aren't as many as the step's.
+    TypeError for a count that is no integer, and ValueError outside of a Slurm step, where the
+    jobs' tasks aren't as many as the step's, and for a second chief or evaluator.
     """
 
     def __init__(
@@ -152,13 +166,18 @@ class SlurmClusterResolver(_KnownCluster):
         tasks_per_node: int | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        rank, count = int(_of_slurm("PROCID")), int(_of_slurm("STEP_NUM_TASKS", "NTASKS"))
+        rank = read_index(_of_slurm("PROCID"), "SLURM_PROCID")
+        count = read_index(_of_slurm("STEP_NUM_TASKS", "NTASKS"), "SLURM_STEP_NUM_TASKS")
+        if rank >= count:
+            raise ValueError(f"SLURM_PROCID is {rank}; the Slurm step has {count} tasks")
         hosts = expand_hosts(_of_slurm("STEP_NODELIST", "NODELIST"))
         if tasks_per_node is None:
             per_host = expand_counts(_of_slurm("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"))
         else:
-            per_host = [tasks_per_node] * len(hosts)
-        given = {"worker": count} if jobs is None else dict(jobs)
+            per_host = [read_index(tasks_per_node, "tasks_per_node")] * len(hosts)
+        named = {"worker": count} if jobs is None else jobs
+        named = as_object(named, "jobs", "from job names to numbers of tasks")
+        given = {job: read_index(tasks, f"jobs[{job!r}]") for job, tasks in named.items()}
         if sum(given.values()) != count:
             raise ValueError(f"jobs={given}: the Slurm step has {count} tasks")
         distribution = os.environ.get("SLURM_DISTRIBUTION", "block")
@@ -172,6 +191,7 @@ class SlurmClusterResolver(_KnownCluster):
                 for job in given
             }
         )
+        validate_cluster(self._cluster)
         self.task_type, self.task_id = tasks[rank].type, tasks[rank].index
         self.rpc_layer = rpc_layer
 

@@ -66,7 +66,7 @@ def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:
                     server, 0, tasks.size, seconds, names=tasks.names, listening=server
                 )
             except DeadlineExceededError as error:
-                raise DeadlineExceededError(f"{error}{server.limits}", error.absent) from error
+                raise DeadlineExceededError(f"{error}{server.hints}", error.absent) from error
     with closing(TaskClient(tasks, secret, seconds, insecure=insecure)) as client:
         return start_through(client, tasks.rank, tasks.size, seconds, names=tasks.names)
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 from collectives.errors import LaunchError
 from collectives.launch.tasks import (
     LONGEST_HELLO,
+    SECRET,
     Tasks,
     addresses_of,
     beyond_loopback,
@@ -57,15 +58,22 @@ class TaskServer:
         self._most_unproved = tasks.size + _STRANGERS
         self._stopped = False
         self.socket = _listen(tasks, secret, insecure=insecure)
-        address = self.socket.getsockname()[0]
-        self.limits = (
-            ""
-            if beyond_loopback([address])
-            else (f". {tasks.names[0]} listens on {address}, which other hosts can't reach")
-        )
-        """Of the address, to add to an error about absent tasks."""
+        self._address, self._stranger = self.socket.getsockname()[0], ""
         self._acceptor = Thread(target=self._accept, daemon=True)
         self._acceptor.start()
+
+    @property
+    def hints(self) -> str:
+        """What may be the cause, to add to an error about absent tasks."""
+        hints = []
+        if not beyond_loopback([self._address]):
+            hints.append(
+                f"{self._tasks.names[0]} listens on {self._address}, which other hosts can't reach"
+            )
+        if self._stranger:
+            # Without its name, which it has not proved.
+            hints.append(f"a process at {self._stranger} has another {SECRET}")
+        return "".join(f". {hint}" for hint in hints)
 
     def set(self, name: str, value: str) -> None:
         """Store a value."""
@@ -167,6 +175,7 @@ class TaskServer:
         words.append(secrets.token_hex(16))
         write(stream, {"random": words[-1]})
         if not is_proof(read(stream, str, LONGEST_HELLO), self._secret, "client", *words):
+            self._stranger = peer
             return None, {}
         with self._lock:
             if self._unproved.pop(connection, None) is None or self._stopped:

@@ -54,10 +54,10 @@ def join_cluster(
     """
     world = world_of(communicator)
     with PropagatedErrors(world, "cluster_resolver"):
-        if not (resolver is None or hasattr(resolver, "tf_config")):
+        if not (resolver is None or isinstance(resolver, ClusterResolver)):
+            given = "class" if isinstance(resolver, type) else type(resolver).__name__
             raise TypeError(
-                f"cluster_resolver is a {type(resolver).__name__}: must be a ClusterResolver of"
-                " strategies, or None"
+                f"cluster_resolver is a {given}: must be a ClusterResolver of strategies, or None"
             )
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     with raising_on_all(world.rank):

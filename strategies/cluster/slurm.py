@@ -42,14 +42,14 @@ def place_tasks(
 ) -> list[str]:
     """Each task's host, by its number.
 
-    `distribution` is srun's, of which the part before a colon counts: "block" (the default) fills
-    one host after the other, "cyclic" goes round. Raises ValueError for others, and where so
+    `distribution` is srun's, of which the part before a colon or comma counts: "block" (the
+    default) fills one host after the other, "cyclic" goes round. Raises ValueError for others, and where so
     many tasks don't fit.
     """
     if len(hosts) != len(per_host) or sum(per_host) < tasks:
         raise ValueError(f"{tasks} tasks on hosts {hosts}, which run {per_host}: they don't fit")
     places = [(turn, host) for host, count in enumerate(per_host) for turn in range(count)]
-    kind = distribution.split(":")[0].lower()
+    kind = re.split("[:,]", distribution)[0].lower()
     if kind == "cyclic":
         places.sort()
     elif kind not in ("", "*", "block"):

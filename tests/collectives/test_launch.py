@@ -155,7 +155,16 @@ def test_a_task_that_is_started_again_takes_the_place_of_the_first():
 @pytest.mark.parametrize("secret", ["", "another"])
 def test_a_task_without_the_secret_is_refused_and_the_others_wait(secret):
     whole = tasks(2)
-    errors = start_all([*ranks_of(whole, 0), *ranks_of(whole, 1, secret=secret)], 0.6)
+    server = TaskServer(whole, SECRET, insecure=False)
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(start, dataclasses.replace(whole, rank=1), 0.6, secret)
+        exchange = Exchange(server, 0, 2, 0.6, names=whole.names, listening=server)
+        with pytest.raises(DeadlineExceededError) as absent:
+            exchange.connect(server.host)
+    errors = {0: absent.value, 1: task.result()}
+    assert "a process at 127.0.0.1:" in server.hints
+    assert server.hints.endswith("has another COLLECTIVES_SECRET")
+    server.close()
     assert isinstance(errors[1], LaunchError)
     assert "has another COLLECTIVES_SECRET than this task" in str(errors[1])
     assert isinstance(errors[0], DeadlineExceededError)

@@ -3,6 +3,7 @@
 import json
 import socket
 
+import numpy as np
 import pytest
 
 from strategies.cluster.ranks import assign_ranks
@@ -134,6 +135,27 @@ def test_a_resolver_of_any_kind_feeds_the_assignment():
     assert [place.id for place in assign_ranks(reports)] == [1, 0]
     for resolver in worlds:
         assert parse_tf_config(resolver.tf_config().to_text()) == resolver.tf_config()
+
+
+class Resolver(ClusterResolver):
+    def __init__(self, cluster, task_type, task_id):
+        self._cluster, self.task_type, self.task_id = cluster, task_type, task_id
+
+    def cluster_spec(self):
+        return self._cluster
+
+
+def test_what_a_resolver_of_ones_own_may_answer():
+    config = Resolver({"worker": ["a:1", "b:1"]}, "worker", np.int64(1)).tf_config()
+    assert parse_tf_config(config.to_text()) == config
+    assert config == TFConfig(ClusterSpec({"worker": ["a:1", "b:1"]}), "worker", 1)
+    for answers, text in [
+        ((7, "worker", 0), r"cluster_spec\(\) is 7; it must be a dictionary"),
+        (({"worker": ["a:1"]}, b"worker", 0), "task_type is b'worker'; it must be a string"),
+        (({"worker": ["a:1"]}, "worker", 0.5), "task_id is 0.5; allowed are integers"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            Resolver(*answers).tf_config()
 
 
 def test_a_resolver_must_name_a_cluster():

@@ -86,9 +86,10 @@ def test_all_tasks_are_workers_where_slurm_runs_them(step, rank):
 
 def test_the_distribution_of_the_step_counts(step, monkeypatch):
     step(1)
-    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
-    spec = SlurmClusterResolver().cluster_spec()
-    assert spec == ClusterSpec({"worker": ["b:8888", "a:8888", "b:8889"]})
+    for distribution in ("cyclic", "cyclic:block", "Cyclic,NoPack"):
+        monkeypatch.setenv("SLURM_DISTRIBUTION", distribution)
+        spec = SlurmClusterResolver().cluster_spec()
+        assert spec == ClusterSpec({"worker": ["b:8888", "a:8888", "b:8889"]})
 
 
 @pytest.mark.parametrize(
@@ -112,5 +113,12 @@ def test_tasks_per_node_can_be_given(step, monkeypatch):
 def test_what_does_not_fit(step, monkeypatch):
     step(0)
     refusal(ValueError, "the Slurm step has 3 tasks", SlurmClusterResolver, {"worker": 2})
+    refusal(ValueError, r"jobs\['ps'\] is -1", SlurmClusterResolver, {"worker": 4, "ps": -1})
+    refusal(TypeError, r"jobs\['worker'\] is 3.0", SlurmClusterResolver, {"worker": 3.0})
+    refusal(TypeError, r"jobs is \['worker'\]", SlurmClusterResolver, ["worker"])
+    refusal(ValueError, "one chief is allowed", SlurmClusterResolver, {"chief": 3})
+    for rank, text in (("3", "the Slurm step has 3 tasks"), ("-1", "SLURM_PROCID is '-1'")):
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        refusal(ValueError, text, SlurmClusterResolver)
     monkeypatch.delenv("SLURM_PROCID")
     refusal(ValueError, "SLURM_PROCID isn't set: this is no task", SlurmClusterResolver)
