@@ -12,8 +12,7 @@ from collectives import Communicator
 from collectives.scope import named_scope
 from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import tensor_file
-from strategies.checkpoint.states import State, refuse_different_names
-from strategies.checkpoint.tensor_file import CheckpointError
+from strategies.checkpoint.states import State, by_state, check_fit, refuse_different_names
 from strategies.checkpoint.tracking import find_states
 from strategies.core.same_error import call_on_all, call_on_first
 from strategies.core.values import Array
@@ -85,15 +84,17 @@ class Checkpoint:
         after the other while workers train: variables read later may include more steps.
 
         Raises the same error on every rank: rank 0's OSError; ValueError where the ranks have
-        different objects, a named object has no state or an ON_READ variable has aggregation NONE;
-        TypeError for a module or optimizer of torch that each rank trains apart: that no strategy
+        different objects, a named object has no state, an ON_READ variable has aggregation NONE, or
+        the path ends in no name;
+        MismatchError on a worker of parameter servers whose call is not the chief's; TypeError for
+        a module or optimizer of torch that each rank trains apart: that no strategy
         distributes, in a program without torch's process group or a `GradientReducer` for it;
         RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.save")
-        strategy, get_states = self._states(_saveable_states)
+        strategy, get_states, what = self._states("Checkpoint.save", _saveable_states)
         with named_scope(strategy.communicator, "Checkpoint.save, a call for every rank"):
-            written: str = strategy.chief_first(lambda: _save(get_states, strategy, path))
+            written: str = strategy.chief_first(lambda: _save(get_states, strategy, path), what)
         # Raises this rank's own error where `chief_first` ran the action on the chief only.
         get_states()
         return written
@@ -111,35 +112,41 @@ class Checkpoint:
         objects; RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.restore")
-        (strategy, get_states), called = self._states(find_states), []
+        strategy, get_states, what = self._states("Checkpoint.restore", find_states)
+        called = []
 
         def restore_all() -> str | None:
             called.append(True)
             return _restore_from(path, get_states, strategy.communicator, expect_partial)
 
         with named_scope(strategy.communicator, "Checkpoint.restore, a call for every rank"):
-            source = strategy.chief_first(restore_all)
+            source = strategy.chief_first(restore_all, what)
             states = get_states()
             if source is not None and not called:
                 # The chief restored the servers' state; this process's own state is left.
                 own = {name: each for name, each in states.items() if not each.kept_by_strategy}
                 _restore_from(source, lambda: own, strategy.communicator, expect_partial=True)
 
-    def _states(self, find: Callable[[Mapping[str, Any]], States]) -> tuple[Strategy, GetStates]:
-        """The strategy, and a function that returns the states or raises the error of `find`.
+    def _states(
+        self, call: str, find: Callable[[Mapping[str, Any]], States]
+    ) -> tuple[Strategy, GetStates, str]:
+        """The strategy, a function that returns the states or raises the error of `find`, a text.
+
+        The text has the call and the states' names, which workers must have alike; "" after errors.
 
         The error is deferred to the collective calls, which propagate it to all ranks.
         """
         try:
             states = find(self._objects)
-            return self._strategy_of(states), lambda: states
+            text = f"{call} of {', '.join(sorted(states))}"
+            return self._strategy_of(states), lambda: states, text
         except Exception as error:
             problem = error
 
         def fail() -> NoReturn:
             raise problem
 
-        return self._first_strategy, fail
+        return self._first_strategy, fail, ""
 
     def _strategy_of(self, states: Mapping[str, State]) -> Strategy:
         found = {id(each): each for each in map(_strategy, states.values()) if each is not None}
@@ -148,13 +155,20 @@ class Checkpoint:
         return next(iter(found.values()), self._default_strategy)
 
 
-def run_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
+def run_once(checkpoint: Checkpoint, what: str, action: Callable[[], Any]) -> Any:
     """Run the action on one rank; its result on all ranks of the checkpoint. Collective.
 
     The result should be small, since it is pickled. An error is raised on all ranks.
     """
-    strategy = checkpoint._strategy_of(find_states(checkpoint._objects))
-    return strategy.chief_first(lambda: call_on_first(strategy.communicator, action))
+    strategy, get_states, _ = checkpoint._states(what, find_states)
+    communicator = strategy.communicator
+
+    def run() -> Any:
+        call_on_all(communicator, what, get_states)
+        return call_on_first(communicator, action)
+
+    with named_scope(communicator, f"{what}, a call for every rank"):
+        return strategy.chief_first(run, what)
 
 
 def _strategy(state: State) -> Strategy | None:
@@ -187,7 +201,9 @@ def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str
     tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
 
     def write() -> str:
-        given = os.fspath(path)
+        given = os.fsdecode(path)
+        if not os.path.basename(given):
+            raise ValueError(f"path={path!r}: must end in the name of a file")
         target = given if given.endswith(SUFFIX) else given + SUFFIX
         return tensor_file.write(target, tensor_file.encode(tensors))
 
@@ -208,13 +224,13 @@ def _restore_from(
     if source is None:
         return None
     tensors = _read_and_broadcast(communicator, source)
-    by_state, unknown = _by_state(tensors, states)
+    parts, unknown = by_state(tensors, states)
     surplus = [] if expect_partial else unknown
-    call_on_all(communicator, what, lambda: _check_fit(states, by_state, surplus, source))
+    call_on_all(communicator, what, lambda: check_fit(states, parts, surplus, source))
 
     def restore() -> None:
         for path, state in states.items():
-            state.restore(by_state[path])
+            state.restore(parts[path])
 
     call_on_all(communicator, what, restore)
     return source
@@ -236,7 +252,7 @@ def _saved(states: Mapping[str, State]) -> dict[str, Array]:
 
 
 def _existing(given: str | os.PathLike[str]) -> str:
-    path = os.fspath(given)
+    path = os.fsdecode(given)
     return path if path.endswith(SUFFIX) or os.path.isfile(path) else path + SUFFIX
 
 
@@ -254,37 +270,3 @@ def _read_and_broadcast(communicator: Communicator, path: str) -> dict[str, Arra
     size = call_on_first(communicator, read)
     content = np.frombuffer(contents[0], np.uint8) if contents else np.empty(size, np.uint8)
     return tensor_file.decode(communicator.broadcast(content).tobytes(), path)
-
-
-def _by_state(
-    tensors: Mapping[str, Array], states: Mapping[str, State]
-) -> tuple[dict[str, dict[str, Array]], list[str]]:
-    """Each state's tensors by relative name, and the names of tensors that belong to no state.
-
-    A tensor's name begins with its state's path.
-    """
-    by_state: dict[str, dict[str, Array]] = {path: {} for path in states}
-    unknown = []
-    for name, array in sorted(tensors.items()):
-        parts = name.split("/")
-        prefixes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
-        path = next((prefix for prefix in prefixes if prefix in by_state), None)
-        if path is None:
-            unknown.append(name)
-        else:
-            by_state[path][name[len(path) + 1 :]] = array
-    return by_state, unknown
-
-
-def _check_fit(
-    states: Mapping[str, State],
-    by_state: Mapping[str, Mapping[str, Array]],
-    surplus: list[str],
-    source: str,
-) -> None:
-    """CheckpointError, with a line for each tensor that can't be restored."""
-    problems = [f"{name}: is in the file, but not in this Checkpoint" for name in surplus]
-    for path, state in states.items():
-        problems += state.problems(by_state[path])
-    if problems:
-        raise CheckpointError("\n  ".join([f"{source} does not fit:", *problems]))

@@ -110,7 +110,8 @@ class CheckpointManager:
                 " Checkpoint(model=…)"
             )
         self.checkpoint = checkpoint
-        self.directory, self.max_to_keep, self._name, self._steps = run_once(checkpoint, begun)
+        found = run_once(checkpoint, "CheckpointManager", begun)
+        self.directory, self.max_to_keep, self._name, self._steps = found
 
     @property
     def checkpoints(self) -> list[str]:
@@ -132,12 +133,13 @@ class CheckpointManager:
         starting at 1. Rank 0's counts. Raises ValueError where it is lower than the last one, since
         a restart would restore that file; and the errors of `Checkpoint.save`.
         """
-        number: int = run_once(self.checkpoint, lambda: self._checked(step))
+        what = "CheckpointManager.save"
+        number: int = run_once(self.checkpoint, what, lambda: self._checked(step))
         path = self.checkpoint.save(self._path(number))
         self._steps = [*(each for each in self._steps if each != number), number]
         surplus = len(self._steps) - (self.max_to_keep or len(self._steps))
         deleted, self._steps = self._steps[: max(surplus, 0)], self._steps[max(surplus, 0) :]
-        run_once(self.checkpoint, lambda: self._delete(deleted))
+        run_once(self.checkpoint, what, lambda: self._delete(deleted))
         return path
 
     def _checked(self, step: ArrayLike | None) -> int:

@@ -18,7 +18,7 @@ from collectives import Communicator
 from collectives.scope import named_scope
 from strategies.checkpoint.checkpoint import Checkpoint
 from strategies.checkpoint.manager import CheckpointManager
-from strategies.core.same_error import PropagatedErrors, refuse_differences
+from strategies.core.same_error import PropagatedErrors, call_on_all, refuse_differences
 
 Result = TypeVar("Result")
 
@@ -73,8 +73,8 @@ class PreemptionCheckpointHandler:
     (https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler)
     """
 
-    checkpoints: type = Checkpoint
-    managers: type = CheckpointManager
+    checkpoints: Any = Checkpoint
+    managers: Any = CheckpointManager
 
     def __init__(
         self,
@@ -86,14 +86,15 @@ class PreemptionCheckpointHandler:
         communicator: Communicator | None = None,
     ) -> None:
         self._config = config = termination_config or TerminationConfig()
-        with PropagatedErrors(communicator, _NAME):
-            self._manager = self._manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        given = checkpoint_or_checkpoint_manager
         if communicator is None:
-            communicator = self._communicator_of(self._manager)
+            self._check_kind(given)
+            communicator = self._communicator_of(given)
         self._communicator: Communicator = communicator
-        with PropagatedErrors(communicator, _NAME):
-            if wrong := {signal.SIGKILL, signal.SIGSTOP}.intersection(config.signals):
-                raise ValueError(f"signals: {wrong}: can't be handled")
+        call_on_all(communicator, _NAME, lambda: self._check(given, checkpoint_dir))
+        self._manager = given
+        if isinstance(given, self.checkpoints):
+            self._manager = self.managers(given, checkpoint_dir, max_to_keep=1)
         functions = [each is not None for each in (config.save_fn, config.exit_fn)]
         refuse_differences(
             communicator,
@@ -110,21 +111,25 @@ class PreemptionCheckpointHandler:
             number: signal.signal(number, self._notice) for number in self._config.signals
         }
 
-    def _manager_of(self, given: Any, directory: str | os.PathLike[str] | None) -> Any:
-        """The manager of what the constructor was given."""
-        if isinstance(given, self.checkpoints):
-            if directory is None:
-                raise ValueError("checkpoint_dir=None: must be the directory of its checkpoints")
-            return self.managers(given, directory, max_to_keep=1)
-        if not isinstance(given, self.managers):
+    def _check_kind(self, given: Any) -> None:
+        if not isinstance(given, (self.checkpoints, self.managers)):
             raise TypeError(f"{type(given).__name__}: must be a Checkpoint or a CheckpointManager")
-        if directory is not None:
-            raise ValueError(f"checkpoint_dir={directory!r}: must be None, the manager has one")
-        return given
 
-    def _communicator_of(self, manager: Any) -> Any:
+    def _check(self, given: Any, directory: str | os.PathLike[str] | None) -> None:
+        """Raise TypeError or ValueError for arguments of the constructor that don't fit."""
+        self._check_kind(given)
+        if isinstance(given, self.managers):
+            if directory is not None:
+                raise ValueError(f"checkpoint_dir={directory!r}: must be None, the manager has one")
+        elif directory is None:
+            raise ValueError("checkpoint_dir=None: must be the directory of its checkpoints")
+        handled = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        if wrong := set(self._config.signals) - handled:
+            raise ValueError(f"signals: {wrong}: can't be handled")
+
+    def _communicator_of(self, given: Any) -> Any:
         """That of the checkpoint's strategy."""
-        return manager.checkpoint.communicator
+        return (given if isinstance(given, self.checkpoints) else given.checkpoint).communicator
 
     def _latest(self) -> int:
         """The number of the latest checkpoint; 0 where there is none."""

@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
+from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.core.same_error import by_rank, compare
+from strategies.core.storage import LocalStorage
 from strategies.core.values import Array, as_array
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
@@ -38,11 +40,13 @@ class Saveable(Protocol):
 class State:
     """The state of `owner`, a `Saveable` that `path` reaches from the checkpoint."""
 
-    kept_by_strategy = False
-    """Whether the strategy stores all of it, so that one process can restore it for all."""
-
     def __init__(self, path: str, owner: Any) -> None:
         self.path, self.owner = path, owner
+
+    @property
+    def kept_by_strategy(self) -> bool:
+        """Whether parameter servers store all of it, so that one process can restore it for all."""
+        return False
 
     def full_name(self, relative: str) -> str:
         """The name in the file of the tensor with this relative name."""
@@ -85,7 +89,10 @@ class State:
 class VariableState(State):
     """A variable's value; of ON_READ the replicas' aggregate, which `assign` distributes."""
 
-    kept_by_strategy = True
+    @property
+    def kept_by_strategy(self) -> bool:
+        """Whether servers store it: of an ON_READ variable each worker has a value of its own."""
+        return not isinstance(self.owner.storage, LocalStorage)
 
     def save(self) -> Mapping[str, Array]:
         """The value."""
@@ -119,6 +126,40 @@ def _number(state: State) -> str:
     variable = state.owner
     known = isinstance(state, VariableState) and variable.distributed
     return f" (variable {variable.number})" if known else ""
+
+
+def by_state(
+    tensors: Mapping[str, Array], states: Mapping[str, State]
+) -> tuple[dict[str, dict[str, Array]], list[str]]:
+    """Each state's tensors by relative name, and the names of tensors that belong to no state.
+
+    A tensor's name begins with its state's path.
+    """
+    found: dict[str, dict[str, Array]] = {path: {} for path in states}
+    unknown = []
+    for name, array in sorted(tensors.items()):
+        parts = name.split("/")
+        prefixes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
+        path = next((prefix for prefix in prefixes if prefix in found), None)
+        if path is None:
+            unknown.append(name)
+        else:
+            found[path][name[len(path) + 1 :]] = array
+    return found, unknown
+
+
+def check_fit(
+    states: Mapping[str, State],
+    parts: Mapping[str, Mapping[str, Array]],
+    surplus: list[str],
+    source: str,
+) -> None:
+    """CheckpointError, with a line for each tensor that can't be restored."""
+    problems = [f"{name}: is in the file, but not in this Checkpoint" for name in surplus]
+    for path, state in states.items():
+        problems += state.problems(parts[path])
+    if problems:
+        raise CheckpointError("\n  ".join([f"{source} does not fit:", *problems]))
 
 
 _SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)", re.DOTALL).fullmatch

@@ -43,8 +43,8 @@ def place_tasks(
     """Each task's host, by its number.
 
     `distribution` is srun's, of which the part before a colon or comma counts: "block" (the
-    default) fills one host after the other, "cyclic" goes round. Raises ValueError for others, and where so
-    many tasks don't fit.
+    default) fills one host after the other, "cyclic" goes round. Raises ValueError for others, and
+    where so many tasks don't fit.
     """
     if len(hosts) != len(per_host) or sum(per_host) < tasks:
         raise ValueError(f"{tasks} tasks on hosts {hosts}, which run {per_host}: they don't fit")

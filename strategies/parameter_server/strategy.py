@@ -244,15 +244,16 @@ class ParameterServerStrategy(Strategy):
         if not (self._keeps_its_own or self.worker.has_left):
             self.worker.restored(parameters)
 
-    def chief_first(self, action: Callable[[], Any]) -> Any:
+    def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
         """What the chief gets from the action, on every worker that calls this; small, picklable.
 
         The chief alone acts, without waiting for the others; they wait for it. Workers call it in
-        the same order. What the action raises is raised on all of them. An evaluator acts alone.
+        the same order. What the action raises is raised on all of them. A worker whose `what` is
+        another than the chief's raises MismatchError. An evaluator acts alone.
         """
         if self._keeps_its_own:
             return action()
-        return self.worker.chief_first(action)
+        return self.worker.chief_first(action, what)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -134,21 +134,26 @@ class Worker:
 
     # Announcements
 
-    def chief_first(self, action: Callable[[], Any]) -> Any:
-        """The outcome of the chief's action, on every worker."""
+    def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
+        """The outcome of the chief's action, on all workers; MismatchError where `what` differs."""
         if not self._is_chief:
-            outcome, failure = self._find_announced("action", "an action of the chief's")
+            chiefs, outcome, failure = self._find_announced("action", "an action of the chief's")
             if failure is not None:
                 raise rebuild(failure)
+            if what and chiefs and what != chiefs:
+                raise MismatchError(
+                    f"{self._name} calls {what}, but the chief {chiefs}: all workers must make the"
+                    " same calls in the same order"
+                )
             return outcome
         try:
             outcome = action()
             # The other workers must read what it pushed.
             self.client.fence()
         except Exception as error:
-            self._announce("action", (None, describe(error, self._name)))
+            self._announce("action", (what, None, describe(error, self._name)))
             raise
-        self._announce("action", (outcome, None))
+        self._announce("action", (what, outcome, None))
         return outcome
 
     def _announce(self, kind: str, value: Any) -> None:

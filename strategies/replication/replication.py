@@ -274,8 +274,8 @@ class Replication:
         """
         return None
 
-    def chief_first(self, action: Callable[[], Any]) -> Any:
-        """The action's result, on all ranks.
+    def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
+        """The action's result, on all ranks; `what` is equal on all.
 
         Here every rank runs it. Where replicas aren't in step the chief alone does, and the others
         wait for its outcome.

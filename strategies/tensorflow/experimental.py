@@ -53,7 +53,7 @@ class PreemptionCheckpointHandler(preemption.PreemptionCheckpointHandler):
     checkpoints = tf.train.Checkpoint
     managers = tf.train.CheckpointManager
 
-    def _communicator_of(self, manager: Any) -> Any:
+    def _communicator_of(self, given: Any) -> Any:
         communicator = getattr(tf.distribute.get_strategy(), "communicator", None)
         if communicator is None:
             raise ValueError("communicator=None: must be given outside of a strategy's scope")

@@ -23,6 +23,7 @@ from strategies.torch.steps import parameters_of
 
 _JSON = "json"
 _OPTIMIZER = "optimizer"
+_SCHEDULER = "scheduler"
 
 
 class TorchState:
@@ -55,9 +56,7 @@ class TorchState:
         TypeError for what JSON can't hold; ValueError for two tensors of one name.
         """
         tensors: dict[str, Array] = {}
-        state = self.owner.state_dict()
-        if isinstance(self.owner, torch.optim.Optimizer):
-            state = {**state, _OPTIMIZER: _description(self.owner)}
+        state = {**self.owner.state_dict(), **_added(self.owner)}
         rest = _encode(state, "", tensors)
         if not (isinstance(self.owner, torch.nn.Module) and _is_flat(rest)):
             tensors[_JSON] = np.frombuffer(json.dumps(rest).encode(), np.uint8)
@@ -73,6 +72,14 @@ class TorchState:
                 kinds = [_kind(each.get(name)) for each in (tensors, wanted)]
                 if kinds[0] != kinds[1]:
                     problems.append(f"{name}: {kinds[0]}, wanted {kinds[1]}")
+            if _JSON in tensors.keys() | own.keys():
+                # As of `set_extra_state`.
+                names = [_state(each).keys() - wanted.keys() for each in (tensors, own)]
+                kinds = [
+                    ", ".join(sorted(each)) or "no state that isn't a tensor" for each in names
+                ]
+                if kinds[0] != kinds[1] and not problems:
+                    problems = [f"{kinds[0]}, wanted {kinds[1]}"]
         elif _JSON not in tensors:
             problems = [f"{_JSON}: is missing"]
         elif isinstance(self.owner, torch.optim.Optimizer):
@@ -80,6 +87,8 @@ class TorchState:
         elif not _state(tensors) and self.owner.state_dict():
             # As of a disabled GradScaler.
             problems = [f"has no state, wanted that of a {type(self.owner).__name__}"]
+        else:
+            problems = self._problems_of_scheduler(_state(tensors))
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -104,10 +113,19 @@ class TorchState:
             if shape != wanted[number]
         ]
 
+    def _problems_of_scheduler(self, saved: dict[str, Any]) -> list[str]:
+        own = _added(self.owner).get(_SCHEDULER)
+        was = saved.pop(_SCHEDULER, own)
+        # Classes with the same state can share it; releases of torch change that of a class.
+        if was == own or saved.keys() == self.owner.state_dict().keys():
+            return []
+        return [f"is the state of a {was}, wanted that of a {type(self.owner).__name__}"]
+
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Load them; a module's parameters stay in their memory."""
         state = _state(tensors)
-        state.pop(_OPTIMIZER, None)
+        for name in _added(self.owner):
+            state.pop(name, None)
         # An enabled GradScaler refuses an empty state, which is that of a disabled one.
         if state or isinstance(self.owner, torch.nn.Module):
             self.owner.load_state_dict(state)
@@ -117,6 +135,15 @@ class TorchState:
     def _parameters(self) -> list[Any]:
         """Those of a module; an optimizer's state has no values of its parameters."""
         return list(self.owner.parameters()) if isinstance(self.owner, torch.nn.Module) else []
+
+
+def _added(owner: Any) -> dict[str, Any]:
+    """What a checkpoint has beside the state of an optimizer or a scheduler."""
+    if isinstance(owner, torch.optim.Optimizer):
+        return {_OPTIMIZER: _description(owner)}
+    if isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
+        return {_SCHEDULER: type(owner).__name__}
+    return {}
 
 
 def _description(optimizer: Any) -> dict[str, Any]:

@@ -264,6 +264,17 @@ def test_without_any_strategy(tmp_path):
     assert Path(path).parent == tmp_path / "new"
 
 
+def test_a_path_names_a_file(tmp_path):
+    number = Variable(1.0)
+    written = Checkpoint(number=number).save(os.fsencode(tmp_path / "bytes"))
+    assert written == f"{tmp_path}/bytes.safetensors"
+    number.assign(2.0)
+    Checkpoint(number=number).restore(os.fsencode(tmp_path / "bytes"))
+    assert number.numpy() == 1.0
+    for path in ("", f"{tmp_path}/"):
+        refusal(ValueError, "must end in the name of a file", Checkpoint(number=number).save, path)
+
+
 def test_a_renamed_file_without_the_suffix_is_found(tmp_path):
     variable = Variable(3.0)
     path = Checkpoint(v=variable).save(tmp_path / "state")

@@ -1,11 +1,13 @@
 """A rank that fails during a save or a restore: the others raise errors, and none hangs."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from collectives import CollectiveMismatchError
 from strategies import Variable
-from strategies.checkpoint import Checkpoint, tensor_file
+from strategies.checkpoint import Checkpoint, CheckpointManager, tensor_file
 from tests.strategies.support import on_ranks
 
 
@@ -111,7 +113,7 @@ def test_any_error_of_rank_0s_write_is_raised_on_the_others(error, told, tmp_pat
     assert all(str(each).startswith(told) for each in others)
 
 
-@pytest.mark.parametrize("call", ["save", "restore"])
+@pytest.mark.parametrize("call", ["save", "restore", "manage", "number"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_while_one_rank_finds_states_is_raised_on_all(call, rank, tmp_path):
     def body(strategy):
@@ -120,9 +122,16 @@ def test_an_error_while_one_rank_finds_states_is_raised_on_all(call, rank, tmp_p
         own = strategy.communicator.rank
         checkpoint = Checkpoint(things=things)
         path = checkpoint.save(tmp_path / "state")
+        manager = CheckpointManager(checkpoint, tmp_path)
         if own == rank:
             things[own, "key"] = things["v"]
-        error = ended(getattr(checkpoint, call), path)
+        calls = {
+            "save": checkpoint.save,
+            "restore": checkpoint.restore,
+            "manage": partial(CheckpointManager, checkpoint),
+            "number": lambda _: manager.save(),
+        }
+        error = ended(calls[call], path)
         # The next call works.
         return repr(error), strategy.gather(np.array([own]), axis=0).tolist()
 

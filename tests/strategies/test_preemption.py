@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from collectives import MismatchError
 from strategies import Checkpoint, CheckpointManager, Variable, latest_checkpoint
 from strategies.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.strategies.support import refusal, same_refusal, strategy_of
@@ -145,7 +144,7 @@ def test_a_watcher_that_fails_is_reported_on_all_ranks(comm, directory):
 
 
 def test_what_is_refused(comm, directory):
-    with strategy_of(comm):
+    with strategy_of(comm) as strategy:
         checkpoint = Checkpoint(number=Variable(0.0))
         manager = CheckpointManager(checkpoint, directory)
         make = PreemptionCheckpointHandler
@@ -161,8 +160,17 @@ def test_what_is_refused(comm, directory):
             if comm.size > 1:
                 call = partial(make, None, manager, communicator=comm, termination_config=config)
                 same_refusal(comm, ValueError, "the ranks' configurations differ", call)
-        config = TerminationConfig(signals=(9,) if odd else ())
-        for given in (({} if odd else manager,), (manager, None, config)):
-            if comm.size > 1:
-                with pytest.raises(MismatchError, match="refused by"):
-                    make(None, *given, communicator=comm)
+        if comm.size > 1:
+            # Also where the checkpoint has another communicator, which makes no call then.
+            for error, *given in (
+                (TypeError, {} if odd else manager),
+                (ValueError, checkpoint, None if odd else directory),
+                (ValueError, manager, None, TerminationConfig(signals=(9,) if odd else ())),
+                (ValueError, manager, None, TerminationConfig(signals=(999,) if odd else ())),
+            ):
+                call = partial(make, None, *given, communicator=comm)
+                same_refusal(comm, error, "must be|can't be handled", call)
+            with strategy.scope():
+                distributed = Checkpoint(number=Variable(0.0))
+            call = partial(make, None, distributed, directory if odd else None)
+            same_refusal(comm, ValueError, "checkpoint_dir=None", call)

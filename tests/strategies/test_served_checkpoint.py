@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from collectives import MismatchError
 from strategies import (
     Checkpoint,
     CheckpointError,
     CheckpointManager,
     FixedShardsPartitioner,
     Variable,
+    VariableAggregation,
+    VariableSynchronization,
     optimizers,
 )
 from strategies.checkpoint.tensor_file import PARTIAL
@@ -165,6 +168,28 @@ def test_an_error_while_one_worker_finds_states(comm, path, call, wrong):
     before, comm.deadline = comm.deadline, 5
     assert set(run_workers(comm, 1, work)) == {"next"}
     comm.deadline = before
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_workers_own_variables_are_restored_and_calls_are_compared(comm, path):
+    def work(strategy):
+        on_read = VariableSynchronization.ON_READ, VariableAggregation.SUM
+        rules = dict(zip(("synchronization", "aggregation"), on_read, strict=True))
+        own, shared = Variable(1.0, trainable=False, **rules), Variable(2.0)
+        checkpoint = Checkpoint(own=own, shared=shared)
+        checkpoint.save(path)
+        own.assign(10.0 + number_of(strategy))
+        checkpoint.restore(path)
+        others = Checkpoint(shared=shared) if strategy.is_chief else Checkpoint(other=shared)
+        if strategy.is_chief:
+            others.save(path)
+            others.restore(path)
+        else:
+            refusal(MismatchError, "save of other, but the chief .*of shared", others.save, path)
+            refusal(MismatchError, "save of other, but the chief .*restore", others.save, path)
+        return float(own.numpy()), strategy.chief_first(lambda: "next")
+
+    assert set(run_workers(comm, 1, work)) == {(1.0, "next")}
 
 
 @pytest.mark.ranks(3, 4)

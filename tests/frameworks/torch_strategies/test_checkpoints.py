@@ -115,6 +115,32 @@ def test_what_does_not_fit_changes_nothing(torch, comm, folder):
     assert "optimizer: groups of [2, 2] parameters, wanted [6]" in text
     torch.testing.assert_close(model[0].weight.detach(), before + 1)
 
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"key": 1}
+
+        def set_extra_state(self, state):
+            self.key = state["key"]
+
+    schedulers = torch.optim.lr_scheduler
+    plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+    for saved, wanted, text in [
+        (torch.nn.Linear(1, 1), Extra(1, 1), "no state that isn't a tensor, wanted _extra_state"),
+        (Extra(1, 1), torch.nn.Linear(1, 1), "_extra_state, wanted no state that isn't a tensor"),
+        (
+            schedulers.StepLR(plain, 1),
+            schedulers.LambdaLR(plain, lambda _: 1.0),
+            "is the state of a StepLR, wanted that of a LambdaLR",
+        ),
+    ]:
+        number = strategies.Variable(1.0)
+        path = strategies.Checkpoint(a=number, odd=saved).save(folder / f"other-{comm.rank}")
+        number.assign(2.0)
+        with pytest.raises(strategies.CheckpointError, match=text):
+            strategies.Checkpoint(a=number, odd=wanted).restore(path)
+        assert number.numpy() == 2.0
+        strategies.Checkpoint(a=number, odd=saved).restore(path)
+
     class Odd(torch.nn.Linear):
         def get_extra_state(self):
             return object()
@@ -305,7 +331,7 @@ def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, fold
     assert found[0] == found[1]
     # What was restored is not a change by somebody else.
     checkpoint.restore(path)
-    checkpoint.save(folder / "other")
+    checkpoint.save(folder / f"other-{comm.rank}")
     assert not caplog.records
     # Parameters that have moved, or come in the place of others, begin without momentum, under
     # the same numbers.
