@@ -12,6 +12,7 @@ import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 
 from strategies.core.same_error import refuse_differences
+from strategies.keras.state import copy_of, learning_rates
 from strategies.keras.training import Training
 
 _RANKS_OWN = ("callbacks", "verbose", "return_dict")
@@ -19,15 +20,23 @@ _NO_SETTINGS = ("name", "registered_name", "shared_object_id", "build_config")
 
 
 def agreed_arguments(
-    training: Training, model: Any, name: str, args: Any, kwargs: Any
+    training: Training, model: Any, name: str, args: Any, kwargs: Any, compiled: int
 ) -> dict[str, Any]:
-    """The arguments of a method by name. ValueError on every rank where they differ. Collective."""
+    """The arguments of a method by name. ValueError on every rank where they differ. Collective.
+
+    `compiled` is how often the model was compiled, which must be equal, too.
+    """
     given = _bound(getattr(keras.Model, name), model, args, kwargs)
     compared = {key: value for key, value in given.items() if key not in _RANKS_OWN}
+    if name == "train_on_batch":
+        # The other loops take the chief's.
+        compared["learning_rate"] = [float(copy_of(each)) for each in learning_rates(model)]
+    times = "" if compiled == 1 else f"the model is compiled {compiled} times"
+    text = ", ".join(f"{key}={_description(value)}" for key, value in compared.items())
     refuse_differences(
         training.communicator,
         f"{name}: the ranks' arguments differ",
-        ", ".join(f"{key}={_description(value)}" for key, value in compared.items()),
+        ", ".join(filter(None, [text, times])),
         call=f"{name}, a call for every rank",
     )
     return given

@@ -13,7 +13,6 @@ import numpy as np
 from keras.src.utils import is_default
 
 from strategies.core.same_error import raise_on_all
-from strategies.keras.arguments import refuse_different_settings
 from strategies.keras.state import (
     Starts,
     average_statistics,
@@ -182,7 +181,6 @@ class _EpochAgreement(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Make state and first epoch the chief's, which may have restored them from a backup."""
         self._raise_savers_error()
-        refuse_different_settings(self._training, self._model)
         self._statistics.broadcast()
         first = self._training.communicator.broadcast_object(self.model._initial_epoch)
         self.model._initial_epoch = first

@@ -12,7 +12,12 @@ import numpy as np
 
 from collectives.consistency.signature import shortened
 from strategies.core.same_error import call_on_all, refuse_differences
-from strategies.keras.arguments import agreed_arguments, split_validation, taken
+from strategies.keras.arguments import (
+    agreed_arguments,
+    refuse_different_settings,
+    split_validation,
+    taken,
+)
 from strategies.keras.callbacks import (
     RunningStatistics,
     callbacks_of_fit,
@@ -38,6 +43,7 @@ class LoopMethods:
         self._model, self._training, self._kind = model, training, type(model)
         self._statistics = RunningStatistics(training, model)
         self._shared = self._fits = self._batches = False
+        self._compiled = 1
 
     @classmethod
     def of(cls, model: Any, training: Training) -> LoopMethods:
@@ -46,6 +52,7 @@ class LoopMethods:
         if not (isinstance(known, cls) and known._training is training):
             return cls(model, training)
         known._shared = False
+        known._compiled += 1
         return known
 
     def methods(self) -> dict[str, Method]:
@@ -58,8 +65,10 @@ class LoopMethods:
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
         self._statistics.average()  # of earlier calls of train_on_batch
-        training = self._training
-        given = agreed_arguments(training, self._model, "fit", args, kwargs)
+        training, self._batches = self._training, False
+        given = self._agreed("fit", args, kwargs)
+        # Before Keras refuses some of them, on one rank.
+        refuse_different_settings(training, self._model)
         seed = common_seed(training.communicator)
 
         def shared() -> tuple[Any, Any]:
@@ -156,11 +165,12 @@ class LoopMethods:
             refuse_differences(self._training.communicator, what, text)
 
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
-        given = agreed_arguments(self._training, self._model, name, args, kwargs)
+        given = self._agreed(name, args, kwargs)
         data = taken(given, *_DATA)
         if not self._batches:
             self._batches = True
             warn_of_different_batches(self._training, list(data.values()))
+            self._use_chiefs_state()
         pieces = share_of(self._training).cut(tuple(data.values()))
         as_dictionary = given.pop("return_dict")
         given |= {**dict(zip(data, pieces, strict=True)), "return_dict": True}
@@ -174,7 +184,9 @@ class LoopMethods:
 
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
         """The arguments of a loop without training, with this rank's pieces."""
-        given = agreed_arguments(self._training, self._model, name, args, kwargs)
+        given = self._agreed(name, args, kwargs)
+        self._batches = False
+        self._use_chiefs_state()
         options = taken(given, *data, "batch_size")
         options |= {"steps_per_epoch": given["steps"], "most": self._read_by(given["steps"])}
         communicator = self._training.communicator
@@ -184,6 +196,15 @@ class LoopMethods:
         refuse_different_arrays(communicator, name, x)
         callbacks = callbacks_of_rank(self._training, given["callbacks"])
         return given | {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
+
+    def _agreed(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments of a method by name, equal on all ranks. Collective."""
+        return agreed_arguments(self._training, self._model, name, args, kwargs, self._compiled)
+
+    def _use_chiefs_state(self) -> None:
+        """As `fit` does; of a model that isn't built, when it is. Collective."""
+        if self._shared and self._training.reduces and not self._fits:
+            self._statistics.broadcast()
 
     def _validation(self, given: Mapping[str, Any], batch_size: Any) -> Any:
         data = given["validation_data"]

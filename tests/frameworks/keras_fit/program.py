@@ -268,6 +268,42 @@ def evaluation_and_prediction():
 
 
 @check
+def loops_begin_with_the_chiefs_state():
+    alone, together = compiled()
+    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    for step, loop in enumerate(
+        [
+            lambda model: model.evaluate(X, Y, verbose=0),
+            lambda model: model.predict(X, verbose=0),
+            lambda model: model.train_on_batch(X, Y),
+            lambda model: model.fit(X, Y, **how).history["loss"],
+        ]
+    ):
+        for model in (alone, together):
+            model.fit(X, Y, **how)
+        later = [each + step + 1 for each in together.get_weights()]
+        alone.set_weights(later)
+        if RANK == 0:
+            together.set_weights(later)
+        np.testing.assert_allclose(loop(together), loop(alone), rtol=1e-5)
+        assert_in_step(alone, together, 1e-4)
+    if RANK == SIZE - 1:
+        together.compile("sgd", "mse")
+    words = "the model is compiled 2 times"
+    raised_everywhere(ValueError, words, lambda: together.predict(X, verbose=0))
+    _, together = compiled()
+    if RANK == SIZE - 1:
+        together.optimizer.learning_rate = 0.5
+    call = partial(together.train_on_batch, X, Y)
+    raised_everywhere(ValueError, "learning_rate=['0.5']", call)
+    with STRATEGY.scope():
+        together = dense()
+        together.compile("sgd", "mse", steps_per_execution=2 if RANK == 1 else 1)
+    words = "have compiled the model differently"
+    raised_everywhere(ValueError, words, lambda: together.fit(X, Y, verbose=0))
+
+
+@check
 def single_batches():
     alone, together = compiled(metrics=["mae"])
     for rows in (slice(0, 12), slice(12, 19), slice(19, 20)):

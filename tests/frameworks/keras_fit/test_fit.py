@@ -15,6 +15,7 @@ QUICK = {
         "weights_of_samples_and_classes",
         "shuffled_pieces_are_every_row_once",
         "evaluation_and_prediction",
+        "loops_begin_with_the_chiefs_state",
         "single_batches",
         "random_numbers_differ_by_rank",
         "moving_statistics_are_averaged",
@@ -42,6 +43,7 @@ QUICK = {
     ),
     "jax": (
         "short_batches_and_validation",
+        "loops_begin_with_the_chiefs_state",
         "random_numbers_differ_by_rank",
         "calls_within_an_epoch",
         "statistics_that_follow_from_weights",
