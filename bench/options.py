@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,16 +27,16 @@ _EPILOG = """\
 Time is the median over the repeats of the slowest rank's time; algbw = size / time, busbw = algbw ×
 the part of the size that the busiest link must carry; ratio is the median of the repeats' own
 ratios, each the peer's time / ours, so that above 1 ours is faster: it may differ from the quotient
-of the two medians. Size is the whole buffer: for all_gather,
-gather, scatter and reduce_scatter that of all ranks' blocks together, for all_to_all what one rank
-sends. Sizes are rounded up to whole blocks. The calls of a repeat follow one another without a
-barrier, so that those of a rooted collective may overlap; --calls 1 prevents this. With
---asynchronous mpi4py's calls are its nonblocking ones, each with its wait, too.
-Besides the ratio to MPI of the all_reduce
-that is selected by default, model is the ratio that memory traffic predicts, from MPI's ring with
-one copy to its ring with two; "% of stream" is the part of the bandwidth measured by --stream that
-this traffic uses. MPI4PY_RC_THREAD_LEVEL=single in the environment measures MPI without its thread
-locks. Exit status: 0, or 1 if a result was wrong, or 2 if the measurement is not possible."""
+of the two medians. Size is the whole buffer: for all_gather, gather, scatter and reduce_scatter
+that of all ranks' blocks together, for all_to_all what one rank sends. Sizes are rounded up to
+whole blocks. The calls of a repeat follow one another without a barrier, so that those of a rooted
+collective may overlap; --calls 1 prevents this. With --asynchronous mpi4py's calls are its
+nonblocking ones, each with its wait, too. Besides the ratio to MPI of the all_reduce that is
+selected by default, model is the ratio that memory traffic predicts, from MPI's ring with one copy
+to its ring with two; "% of stream", from 64 MiB on, is the part of the bandwidth measured by
+--stream that this traffic uses: loads and stores that hit the caches count, so that it may exceed
+100. MPI4PY_RC_THREAD_LEVEL=single in the environment measures MPI without its thread locks. Exit
+status: 0, or 1 if a result was wrong, or 2 if the measurement is not possible."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,13 +52,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints errors on one of the launcher's ranks only; MPI is not running yet."""
+    """Prints on one of the launcher's ranks only; MPI is not running yet."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        if any(os.environ.get(name, "0") != "0" for name in _RANK_VARIABLES):
+        if not _is_first():
             sys.exit(2)
         super().error(message)
+
+    def print_help(self, file: Any = None) -> None:
+        """All options."""
+        if _is_first():
+            super().print_help(file)
+
+
+def _is_first() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -59,12 +59,12 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         if algorithm is None and type(array) is np.ndarray:
             kind = op, array.dtype, array.shape
             try:
-                bound = self._bound.get(kind if what is None else (*kind, what))
+                bound = self._bound_calls.get(kind if what is None else (*kind, what))
             except TypeError:  # an unhashable op is invalid, which the general path reports
                 bound = None
             if bound is not None and (result := bound(array, out)) is not PASS:
                 return result
-        return self._cached.all_reduce(array, op, out, algorithm, what)
+        return self._calls.all_reduce(array, op, out, algorithm, what)
 
     def reduce(
         self,
@@ -76,14 +76,14 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         algorithm: str | None = None,
     ) -> Any:
         """Like `all_reduce`, but only the root returns the result; None on other ranks."""
-        return self._cached.reduce(array, op, self._root(root), out, algorithm)
+        return self._calls.reduce(array, op, self._root(root), out, algorithm)
 
     def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
         """Copy the root's array into the other ranks' arrays, of equal shape and dtype; return it.
 
         Raises ValueError if this rank is not the root and its array is read-only.
         """
-        return self._cached.broadcast(array, self._root(root), algorithm)
+        return self._calls.broadcast(array, self._root(root), algorithm)
 
     def all_gather(
         self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
@@ -94,7 +94,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row. `out`
         receives the result; ValueError on every rank if it has another length.
         """
-        return self._cached.all_gather(array, axis, out, algorithm)
+        return self._calls.all_gather(array, axis, out, algorithm)
 
     def gather(
         self,
@@ -109,7 +109,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         `out` counts on the root alone.
         """
-        return self._cached.gather(array, self._root(root), axis, out, algorithm)
+        return self._calls.gather(array, self._root(root), axis, out, algorithm)
 
     def scatter(
         self,
@@ -126,7 +126,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         receives the block; a rank whose `out` has another shape or dtype raises ValueError or
         TypeError by itself, after the call: the other ranks have their blocks.
         """
-        return self._cached.scatter(array, self._root(root), axis, out, algorithm)
+        return self._calls.scatter(array, self._root(root), axis, out, algorithm)
 
     def reduce_scatter(
         self,
@@ -138,7 +138,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         algorithm: str | None = None,
     ) -> Any:
         """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
-        return self._cached.reduce_scatter(array, op, axis, out, algorithm)
+        return self._calls.reduce_scatter(array, op, axis, out, algorithm)
 
     def scan(
         self,
@@ -152,7 +152,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
         """
-        return self._cached.scan(array, op, out, algorithm)
+        return self._calls.scan(array, op, out, algorithm)
 
     def exscan(
         self,
@@ -168,7 +168,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         "bitwise_xor", 1 for "product", all bits set for "bitwise_and", the largest value or
         infinity for "min", the smallest or minus infinity for "max".
         """
-        return self._cached.exscan(array, op, out, algorithm)
+        return self._calls.exscan(array, op, out, algorithm)
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Send arrays[i] to rank i; return a list of the received arrays, entry i from rank i.
@@ -178,7 +178,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         raises a MismatchError if what it received differs from its own parts in shape or dtype, or
         has a dtype that its arrays' library lacks.
         """
-        return self._cached.all_to_all(arrays, out, algorithm)
+        return self._calls.all_to_all(arrays, out, algorithm)
 
     def all_reduce_many(
         self,
@@ -202,11 +202,11 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
-        self._cached.barrier(what)
+        self._calls.barrier(what)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""
-        return self._cached.broadcast_object(obj, self._root(root))
+        return self._calls.broadcast_object(obj, self._root(root))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Copies of every rank's object in rank order, pickled; for small metadata.

@@ -78,8 +78,8 @@ class Group(Deferred):
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
-        self._cached = CallCache(self._engine, self._check_open, self._run)
-        self._bound = self._engine.bound_calls
+        self._calls = CallCache(self._engine, self._check_open, self._run)
+        self._bound_calls = self._engine.bound_calls
         self._plans = Many(self._engine)
         self._many = ManyReducer(self._engine, self._plans)
         self._many_on_gpus = ManyOnGpus(self._engine, self._devices)
@@ -231,7 +231,7 @@ class Group(Deferred):
 
     def _forget_bound(self) -> None:
         """Bind every call anew, to the same path."""
-        self._bound.clear()
+        self._bound_calls.clear()
         self._many.forget_bound()
 
     def __repr__(self) -> str:

@@ -71,7 +71,7 @@ def _refuse(problem: str, number: int, ends: Ends, wrong: NDArray[np.bool_]) -> 
 def _check_range(ends: Ends, size: int, chunks: int, number: int) -> None:
     peer_wrong = (ends.peer < 0) | (ends.peer >= size) | (ends.peer == ends.rank)
     if peer_wrong.any():
-        _refuse("no such peer, or the rank itself: {peer}", number, ends, peer_wrong)
+        _refuse("peer {peer} does not exist, or is the rank itself", number, ends, peer_wrong)
     chunk_wrong = (ends.chunk < 0) | (ends.chunk >= chunks) | (ends.count > chunks)
     if chunk_wrong.any():
         problem = "no such chunk, or more chunks than there are: {chunk}"

@@ -74,8 +74,9 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
         )
     elif array is None:
         raise TypeError(
-            f"{argument} is None: must be an array on every rank. Where it is the gradient of a"
-            " parameter that was not used, pass zeros, or omit it on every rank"
+            f"{argument} is None: must be an array on every rank, also on one that only receives"
+            " (broadcast_object needs none). Where it is the gradient of a parameter that was not"
+            " used, pass zeros, or omit it on every rank"
             " (`torch.zeros_like(p) if p.grad is None else p.grad`)"
         )
     elif hasattr(array, "__dlpack_device__"):

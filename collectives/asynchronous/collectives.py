@@ -75,7 +75,7 @@ class AsynchronousCollectives:
     _plans: Many
     _many_on_gpus: ManyOnGpus
     _devices: Devices
-    _cached: CallCache
+    _calls: CallCache
 
     def _check_open(self) -> None:
         raise NotImplementedError
@@ -93,7 +93,7 @@ class AsynchronousCollectives:
         if len(given) != len(op) + len(named) or not given.keys() <= defaults.keys():
             return None
         self._check_open()
-        found = self._cached.find_on_gpu(collective, array, **{**defaults, **given})
+        found = self._calls.find_on_gpu(collective, array, **{**defaults, **given})
         return None if found is None else self._devices.start_bound(found.run)
 
     def _submit(self, operation: Operation) -> Handle[Any]:

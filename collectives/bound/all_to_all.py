@@ -15,10 +15,10 @@ import numpy as np
 
 from collectives import algorithms
 from collectives.arrays.kinds import is_device, to_array
-from collectives.bound.bind import Call, Run, bind
+from collectives.bound.bind import Call, bind
 from collectives.bound.calls import bound_operation
 from collectives.bound.rows import rows_between_nodes
-from collectives.bound.small import DATA, node_of_all
+from collectives.bound.small import Run, node_of_all
 from collectives.calls import PASS, Operation
 from collectives.calls.all_to_all import (
     Parts,
@@ -35,7 +35,7 @@ from collectives.reductions.reduction import Array
 from collectives.schedules.paths import NATIVE, QUICKEST, STAGED
 from collectives.shm import migratory
 from collectives.shm.addresses import FIRST_NUMBER, Publish
-from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
+from collectives.shm.layout import ARRIVALS, DATA, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.selector import PathSelector
 

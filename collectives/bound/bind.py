@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.bound.small import DATA, node_of_all
+from collectives.bound.small import Run, node_of_all
 from collectives.calls import PASS
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import Exchange
@@ -22,16 +22,15 @@ from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.execution.executor import PlanKey
 from collectives.reductions.reduction import Array, ReduceOp
-from collectives.schedules.paths import DISSEMINATION, FORCED, SHARED
+from collectives.schedules.paths import DISSEMINATION, FORCED, SLOTS
 from collectives.shm.addresses import Publish
-from collectives.shm.layout import ARRIVALS
+from collectives.shm.layout import ARRIVALS, DATA
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import PathSelector
 
 _LAST = CALLS_KEPT - 1
 
-Run = Callable[[Any, Any, int | None], Any]
 Call = Callable[[Any, Any], Any]
 Make = Callable[[Any, Any, int], Any]
 """A function (source, target, sequence) → the index for `Run`, once all ranks make the call."""
@@ -60,7 +59,7 @@ def bind(
     node, base = node_of_all(engine), fingerprint(signature.agreed) << SEQUENCE_BITS
     if node is not None:
         make = _made_on_node(engine, node, check, signature, base, publish)
-        path = path or SHARED
+        path = path or SLOTS
     else:
         make = _made_between_nodes(check, signature, base, exchange)
         path = path if exchange is None else DISSEMINATION
@@ -160,7 +159,7 @@ def _made_between_nodes(
         try:
             check.check_word(signature, base, exchange)
         finally:
-            # The arrays are the caller's: they live no longer than it wants.
+            # The arrays are the caller's: no reference may outlive the call.
             exchange.source = exchange.target = None
 
     return make

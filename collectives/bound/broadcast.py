@@ -10,10 +10,10 @@ import numpy as np
 
 from collectives import algorithms
 from collectives.arrays.kinds import is_device, to_array
-from collectives.bound.bind import Call, Run, bind, component
+from collectives.bound.bind import Call, bind, component
 from collectives.bound.calls import bound_operation, operation_on_gpu
 from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
-from collectives.bound.small import DATA, node_of_all, nothing, room_beside_arrival
+from collectives.bound.small import Run, node_of_all, nothing, room_beside_arrival
 from collectives.calls import PASS, Operation
 from collectives.calls.movements import broadcast_output, broadcast_signature
 from collectives.consistency.signature import Signature, check_index
@@ -21,7 +21,7 @@ from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm import migratory
 from collectives.shm.addresses import Publish
-from collectives.shm.layout import ARRIVALS
+from collectives.shm.layout import ARRIVALS, DATA
 
 _BYTES = np.dtype(np.uint8)
 

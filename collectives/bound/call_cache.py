@@ -37,7 +37,7 @@ class CallCache(BoundReductionCalls, BoundMovementCalls):
     def barrier(self, what: str | None) -> None:
         """As `Communicator.barrier`; bound where a text recurs, since many texts never do."""
         check_text(what)
-        bound = self.known.get(("barrier", what))
+        bound = self.bound_calls.get(("barrier", what))
         if bound is not None and bound(None, None) is not PASS:
             return
         operation = barrier(self._engine, what)

@@ -1,8 +1,8 @@
 """What the bound calls of one communicator have in common: they are found by op, dtype and shape.
 
 Plain torch tensors are taken as their memory. Other arrays that a bound call can't take as they are
-(of another library, strides or dtype than that of the fold) are brought into shape first, before
-the same bound call: all ranks take the same path, whatever they give.
+(of another library, strides or dtype than that of the fold) are converted first, and then passed to
+the same bound call: all ranks take the same path, whatever arrays they pass.
 
 Blocking calls, asynchronous ones and those with a forced algorithm are bound alike, on the engine
 that makes them. Each has a function that checks its arguments and returns the `Operation`.
@@ -98,17 +98,18 @@ class BoundCalls:
     ) -> None:
         """`check_open` raises where no call can be made; `run` makes a call that wasn't found."""
         self._engine, self._check_open, self._run = engine, check_open, run
-        self.known = engine.bound_calls
-        """By (op, dtype, shape) or (op, dtype, shape, what) those of `all_reduce`.
+        self.bound_calls = engine.bound_calls
+        """By key: of `all_reduce` (op, dtype, shape) or (op, dtype, shape, what).
 
-        The keys of the others have other lengths: an unknown op must not find another call.
+        Keys of other collectives have other lengths or begin with the collective's name, so that
+        an unknown op never finds the call of another collective.
         """
         self._tensors = TensorMemory()
 
     def _find(self, key: tuple[Any, ...], algorithm: str | None) -> Bound | None:
         if algorithm is None:
-            return self.known.get(key)
-        return self.known.get(_forced(key, algorithm)) if type(algorithm) is str else None
+            return self.bound_calls.get(key)
+        return self.bound_calls.get(_forced(key, algorithm)) if type(algorithm) is str else None
 
     def _on_tensor(
         self,
@@ -120,7 +121,7 @@ class BoundCalls:
     ) -> Any:
         """A call on the memory of a tensor, and of `out`."""
         # As `_find` does, without entering one more function in most calls.
-        bound = self.known.get(key) if algorithm is None else self._find(key, algorithm)
+        bound = self.bound_calls.get(key) if algorithm is None else self._find(key, algorithm)
         if bound is None:
             return PASS
         if out is None:
@@ -181,12 +182,12 @@ class BoundCalls:
         if not (known_op and type(axis) is int and axis == 0):
             return None
         kind = "on a GPU", collective, op, array.dtype, array.shape, root
-        bound, devices = self.known.get(kind), self._engine.devices
+        bound, devices = self.bound_calls.get(kind), self._engine.devices
         if bound is None and devices is not None:
             self._check_open()
             made = devices.bind(collective, array, op, root)
             if made is not None:
-                self.known.put(kind, made)
+                self.bound_calls.put(kind, made)
         return bound
 
 

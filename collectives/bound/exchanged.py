@@ -193,7 +193,7 @@ def _between_lone_ranks(
             word = base | sequence & SEQUENCE_MASK
             check.check_counted(signature, word, exchange, swapped=swapped)
         finally:
-            # The arrays are the caller's: they live no longer than it wants.
+            # The arrays are the caller's: no reference may outlive the call.
             exchange.source = exchange.target = None
 
     return move

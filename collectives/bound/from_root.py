@@ -14,14 +14,14 @@ import numpy as np
 from collectives.bound.bind import Call, bind
 from collectives.bound.calls import as_it_is, bound_operation
 from collectives.bound.exchanged_rows import ExchangedRows, Head, room_of_row
-from collectives.bound.small import DATA, node_of_all
+from collectives.bound.small import node_of_all
 from collectives.calls import Operation
 from collectives.calls.objects import outcome_of, result_of
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm.addresses import FIRST_NUMBER
-from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
+from collectives.shm.layout import ARRIVALS, DATA, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
 
 _BYTES = np.dtype(np.uint8)

@@ -89,7 +89,7 @@ class BoundMovementCalls(BoundCalls):
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """As `Communicator.broadcast_object`."""
-        bound = self.known.get(("broadcast_object", root))
+        bound = self.bound_calls.get(("broadcast_object", root))
         if bound is not None:
             got = bound(sent_of(self._engine, obj, root), None)
             if got is not PASS:
@@ -102,7 +102,7 @@ class BoundMovementCalls(BoundCalls):
         if algorithm is not None:
             pass
         elif type(arrays) is np.ndarray:
-            bound = self.known.get(("all_to_all", "equal", arrays.dtype, arrays.shape, None))
+            bound = self.bound_calls.get(("all_to_all", "equal", arrays.dtype, arrays.shape, None))
             if bound is not None:
                 got = bound(arrays, out)
         elif (views := self._tensors.views(arrays, out)) is not None:

@@ -89,10 +89,10 @@ def _reduction(
         how = {"op": given.op, "root": signature.root or 0, "algorithm": algorithm}
         return operation_on_gpu(signature, source, target, deliver, **how)
     kind = {"op": given.op, "dtype": given.dtype, "shape": given.shape}
-    bind = partial(bind, signature=signature, algorithm=algorithm, **kind)
+    binder = partial(bind, signature=signature, algorithm=algorithm, **kind)
     shaped = None if target is None else target.reshape(given.shape)
     array = shaped if source is None else source.reshape(given.shape)
-    return bound_operation(signature, key, bind, array, shaped, deliver, algorithm)
+    return bound_operation(signature, key, binder, array, shaped, deliver, algorithm)
 
 
 def reduce_scatter(

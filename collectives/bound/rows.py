@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from collectives.bound.exchanged_rows import ExchangedRows, Reader, room_of_row
-from collectives.bound.small import DATA, node_of_all, room_of_each
+from collectives.bound.small import node_of_all, room_of_each
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.dissemination import Exchange
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm import migratory
 from collectives.shm.addresses import FIRST_NUMBER, NOWHERE, Exchanged, Publish
-from collectives.shm.layout import ARRIVALS, ROW_BYTES
+from collectives.shm.layout import ARRIVALS, DATA, ROW_BYTES
 from collectives.shm.node import Node
 from collectives.transports.parts import others
 

@@ -16,18 +16,16 @@ from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, Fold, ReduceOp, Reduction, reduction_for
-from collectives.schedules.paths import SHARED
+from collectives.schedules.paths import SLOTS
 from collectives.shm import migratory
-from collectives.shm.layout import ARRIVALS, SMALL_BYTES
+from collectives.shm.addresses import Publish
+from collectives.shm.layout import ARRIVALS, DATA, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import LEAST_BYTES
 
-Run = Callable[[Any, Any, Any], None]
-Publish = Callable[[int, Any, Any], None]
-
-# Words between that of the arrival and the rank's data (`shm.layout`).
-DATA = 2
+Run = Callable[[Any, Any, int | None], Any]
+"""The function run(source, target, index) of a bound call, once all ranks have made it."""
 
 # All ranks read all elements of small arrays: with more than this in all, stages are better.
 SMALL_BYTES_OF_ALL = 128 << 10
@@ -135,7 +133,7 @@ def bind_small(
     last, ndarray, empty = CALLS_KEPT - 1, np.ndarray, np.empty
     divides, finish = reduction.divides, reduction.finish
 
-    def all_reduce(array: Array, out: Any) -> Any:
+    def call(array: Array, out: Any) -> Any:
         if out is None:
             out = empty(shape, dtype)
         elif (
@@ -177,7 +175,7 @@ def bind_small(
                 if divides:
                     errstate(finish, out.reshape(-1), size)
                 position = recorder.position
-                ring[position & last] = (sequence, signature, SHARED, start, clock())
+                ring[position & last] = (sequence, signature, SLOTS, start, clock())
                 recorder.position = position + 1
                 made = True
                 return out
@@ -190,7 +188,7 @@ def bind_small(
             engine.unlock(error, inside, made)
             raise
 
-    return all_reduce
+    return call
 
 
 def _fold_of_two(

@@ -27,7 +27,7 @@ from collectives.execution.parameters_file import Key, load, save
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.paths import NATIVE, SHARED
 
-TUNED = "figures tuned now"
+TUNED = "parameters measured now"
 
 _SIZES = (SMALL_BYTES, 64 << 10, 1 << 20, 4 << 20)
 _SCHEDULES = ("ring", "doubling")
@@ -53,7 +53,7 @@ def use_saved(engine: Engine) -> None:
 
 def _saved(engine: Engine) -> tuple[CostParameters, str] | None:
     found = load(_key(engine))
-    return None if found is None else (found[0], f"figures from {found[1]}")
+    return None if found is None else (found[0], f"parameters from {found[1]}")
 
 
 def _key(engine: Engine) -> Key:
@@ -67,7 +67,7 @@ def tune(*, save: bool) -> Operation:
 
 def _tune(engine: Engine, keep: bool) -> str:
     if not 1 < engine.size <= LARGEST_PRICED:
-        return f"{_counted(engine.size, 'rank')}: no path is chosen by figures, nothing is measured"
+        return f"{_counted(engine.size, 'rank')}: the cost model is not used, nothing is measured"
     seconds, reduction = measure(engine)
 
     def conclude() -> tuple[CostParameters, str]:

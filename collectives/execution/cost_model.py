@@ -79,7 +79,7 @@ class Layout:
         return sum(self.local_sizes)
 
 
-BUILT_IN = "built-in figures"
+BUILT_IN = "built-in parameters"
 
 
 def built_in(layout: Layout) -> CostParameters:

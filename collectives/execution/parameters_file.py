@@ -52,7 +52,7 @@ def save(key: Key, costs: CostParameters) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, to_text(key, costs))
     except (OSError, RuntimeError) as error:
-        log.warning("the measured figures could not be saved: %s", error)
+        log.warning("the measured parameters could not be saved: %s", error)
         return None
     return path
 
@@ -77,7 +77,7 @@ def load(key: Key) -> tuple[CostParameters, Path] | None:
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        log.warning("the measured figures could not be read: %s", error)
+        log.warning("the measured parameters could not be read: %s", error)
         return None
     try:
         return from_text(key, text), path
@@ -117,7 +117,7 @@ def _key_fields(key: Key) -> dict[str, object]:
 def _parameters(values: object) -> CostParameters:
     names = {field.name for field in fields(CostParameters)}
     if not isinstance(values, dict) or set(values) != names:
-        raise ValueError("its figures are not those that are needed")
+        raise ValueError("its parameters are not those that are needed")
     for name, value in values.items():
         if not isinstance(value, float) or not _LEAST < value < _LARGEST:
             raise ValueError(

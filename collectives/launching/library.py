@@ -15,8 +15,8 @@ _SETTINGS = {
     # Without InfiniBand, this component prints a message for every window, and it is not
     # thread-safe.
     "OMPI_MCA_osc": "^ucx",
-    # Messages of up to so many bytes are sent without asking the receiver. By default 64 KiB, which
-    # an array of 64 KiB exceeds by its header. Its TCP transport sends no more at a time.
+    # Messages of up to so many bytes are sent without waiting for the receiver. By default 64 KiB,
+    # which an array of 64 KiB exceeds by its header. Its TCP transport sends no more at a time.
     "OMPI_MCA_btl_tcp_eager_limit": "131072",
 }
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 NATIVE = "native"
 """The transport's own collective."""
 
+SLOTS = "slots"
+"""Few bytes, beside the words by which the ranks of a node compare the call; not to be forced."""
+
 SHARED = "shared"
 """Through the node's memory, by the currently fastest of the following."""
 

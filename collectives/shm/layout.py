@@ -23,28 +23,30 @@ from collectives.reductions.reduction import Array
 from collectives.shm.processes import process_namespace
 
 # Indices of 8-byte words within a segment, a cache line apart (two on some processors).
-PROGRESS = 0
-NUMBERS = (16, 32)
+PROGRESS = 0  # how far this rank is in the steps of a call
+NUMBERS = (16, 32)  # two rows of numbers that the ranks exchange, alternating by step
 MOST_NUMBERS = 16
-VERDICTS = (48, 64)
-COLLECTED = 80
-PROCESS = 96
-COMMITTED = 112
-MISSING_NODES = 128
-ENDED = 144
-WITHDRAWN_AT = 160
-INTENDED = 176
+VERDICTS = (48, 64)  # of the node's leader: the outcome of a call's comparison between nodes
+COLLECTED = 80  # of the node's leader: the call for which its ranks have arrived
+PROCESS = 96  # this process's number, and NAMESPACE in which it is valid
+COMMITTED = 112  # the call from which this rank no longer withdraws
+MISSING_NODES = 128  # of the node's leader: one bit for each node that is late
+ENDED = 144  # 1 once an exception has ended a call of this rank
+WITHDRAWN_AT = 160  # when this rank withdrew from a call, in nanoseconds
+INTENDED = 176  # the asynchronous call that this rank's program waits for (`intents`)
 NAMESPACE = 192
 
 _CONTROL_BYTES = _PAGE_BYTES = 4096
 SMALL_BYTES = 64 << 10
-"""The most bytes that a rank can store beside its arrival word, behind a row of addresses too."""
+"""The most bytes of data in a slot, which has room for a row of addresses before them."""
 ROW_BYTES = 64
 """The room of a row of addresses (`addresses`)."""
 _HEADER_BYTES = 16
 _SLOT_BYTES = SMALL_BYTES + 2 * ROW_BYTES
 _SLOTS_AT = (_CONTROL_BYTES, _CONTROL_BYTES + _SLOT_BYTES)
 ARRIVALS = (_SLOTS_AT[0] // 8, _SLOTS_AT[1] // 8)
+DATA = _HEADER_BYTES // 8
+"""The words from that of the arrival to the slot's data."""
 
 _STAGES_AT = 256 << 10
 STAGE_BYTES = 1 << 20

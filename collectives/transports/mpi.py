@@ -247,7 +247,7 @@ class MpiTransport(Transport):
         self._comm = None
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
-        """MPI's own collective, where its results meet this package's guarantees."""
+        """MPI's own collective, where its results satisfy this package's guarantees."""
         return native(self.comm, collective, op, dtype)
 
 

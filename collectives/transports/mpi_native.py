@@ -1,4 +1,4 @@
-"""MPI's own collectives, where their results meet this package's guarantees.
+"""MPI's own collectives, where their results satisfy this package's guarantees.
 
 They are not used otherwise: MPI's MIN and MAX may lose a NaN, as may its product of complex
 numbers; MPI has no reductions of bool and 16-bit floats; and Open MPI 5 saturates sums of 8- and

@@ -37,7 +37,7 @@ class ClusterSpec:
     `cluster` maps a job to a list of addresses or to a dictionary {index: address}, whose gaps
     are kept; another `ClusterSpec` is copied. `name` is what messages call it. Raises TypeError
     for a cluster, job or address of the wrong type, and ValueError for an index that isn't a
-    number from 0 up or stands twice. The methods raise ValueError for what isn't in the cluster.
+    number from 0 up or occurs twice. The methods raise ValueError for what isn't in the cluster.
     """
 
     def __init__(self, cluster: ClusterSpec | Jobs, *, name: str = "cluster") -> None:
@@ -151,7 +151,7 @@ def _read_tasks(tasks: object, where: str) -> dict[int, str]:
     for key, address in tasks.items():
         index = read_index(key, where_index)
         if index in addresses:
-            raise ValueError(f"index {index} stands twice in {where}: {shown(tasks)}")
+            raise ValueError(f"index {index} occurs twice in {where}: {shown(tasks)}")
         if not isinstance(address, str):
             raise TypeError(f"{where}[{index}] is {shown(address)}; an address must be a string")
         addresses[index] = address

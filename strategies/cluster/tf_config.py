@@ -110,7 +110,7 @@ def validate_for_train_and_evaluate(config: TFConfig) -> None:
             f" the cluster has {shown(leaders)}"
         )
     if jobs.get("master") and "evaluator" in (*jobs, config.task_type):
-        raise ValueError("job 'evaluator' stands beside 'master'; it is allowed beside 'chief'")
+        raise ValueError("job 'evaluator' can't be used with 'master'; it can with 'chief'")
 
 
 def _validate_for(strategy: str, jobs: tuple[str, ...], config: TFConfig) -> None:
@@ -119,7 +119,7 @@ def _validate_for(strategy: str, jobs: tuple[str, ...], config: TFConfig) -> Non
     present = [job for job, tasks in config.cluster.as_dict().items() if tasks]
     unknown = [job for job in present if job not in jobs]
     if unknown:
-        raise ValueError(f"the cluster has the jobs {shown(unknown)}; {strategy} knows {jobs}")
+        raise ValueError(f"the cluster has the jobs {shown(unknown)}; {strategy} accepts {jobs}")
     validate_cluster(config.cluster)
     if config.task is None:
         seen = f'TF_CONFIG["task"] has type {config.task_type!r} and index {config.task_id!r}'

@@ -83,7 +83,7 @@ def refuse_different_settings(training: Training, model: Any) -> None:
     """Raise ValueError on every rank where they have compiled the model differently. Collective.
 
     Learning rates are the chief's, but for schedules. Names don't count, nor what a class of the
-    program's own doesn't tell.
+    program's own doesn't show.
     """
     compiled = getattr(model, "_compile_config", None)
     settings = {} if compiled is None else dict(compiled.config)

@@ -346,7 +346,7 @@ def test_two_oversubscribed_nodes_without_room_for_stages(comm, oversubscribed, 
 def test_leaders_fold_where_few_cores_wait(
     comm, local_sizes, oversubscription, bandwidth, travels, monkeypatch
 ):
-    """By built-in figures but for the link's, 900 KiB."""
+    """By built-in parameters but for the link's, 900 KiB."""
     with Communicator(MPI.COMM_WORLD, node_of=range(2), deadline=20) as part:
         engine = part._engine
         engine.layout = Layout(local_sizes, oversubscription)

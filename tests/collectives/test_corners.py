@@ -198,10 +198,10 @@ def test_a_call_that_was_looked_up_before_the_first_registered_array(comm):
     with collectives_of(comm, deadline=10) as other:
         array = np.full(5000, comm.rank + 1.0)
         other.all_reduce(array)
-        (bound,) = other._bound.values()
+        (bound,) = other._bound_calls.values()
         registered = other.zeros(8)
         if comm.rank == 0:
-            other._bound["sum", array.dtype, array.shape] = bound
+            other._bound_calls["sum", array.dtype, array.shape] = bound
         np.testing.assert_array_equal(other.all_reduce(array), np.full(5000, 3.0))
         assert not registered.any()
 

@@ -170,7 +170,7 @@ def test_calls_of_every_kind_and_rank_are_there(comm, fresh, path):
         )
     event = next(event for event in events if event["name"] == "all_reduce")
     assert event["args"]["nbytes"] == 8
-    assert event["args"]["algorithm"] == "shared"
+    assert event["args"]["algorithm"] == "slots"
     assert event["args"]["call"] == "all_reduce(sum, float32[2])"
 
 

@@ -190,7 +190,7 @@ def test_tuning_between_threads(cache):
     assert "schedule" in text
     assert "native" not in text
     assert figures.native_start == CostParameters().native_start
-    assert explained.endswith("by figures tuned now")
+    assert explained.endswith("by parameters measured now")
     assert not cache.exists()
 
 
@@ -238,16 +238,16 @@ def test_calls_between_nodes_go_by_them(made):
 @pytest.mark.ranks(2, 3)
 def test_all_ranks_choose_alike_after_tune(comm, made):
     tuned = made()
-    assert "built-in figures" in known(tuned)[0]
+    assert "built-in parameters" in known(tuned)[0]
     text = alike(comm, tuned.tune())
     for word in ("schedule", "native", "shared", "reduction", "saved in"):
         assert word in text
     alike(comm, tuned._engine.costs)
-    assert all("figures tuned now" in each for each in known(tuned))
+    assert all("parameters measured now" in each for each in known(tuned))
     later = made()
     assert later._engine.costs == tuned._engine.costs
     assert all(
-        f"by figures from {tuning._key(tuned._engine).path}" in each for each in known(later)
+        f"by parameters from {tuning._key(tuned._engine).path}" in each for each in known(later)
     )
     array = np.arange(100_000.0)
     np.testing.assert_array_equal(later.all_reduce(array), array * comm.size)
@@ -258,7 +258,7 @@ def test_all_ranks_choose_alike_after_tune(comm, made):
 def test_tune_without_saving_leaves_no_file(comm, made):
     tuned = made()
     assert "not saved" in tuned.tune(save=False)
-    assert "built-in figures" in known(made())[0]
+    assert "built-in parameters" in known(made())[0]
 
 
 @pytest.mark.mpi
@@ -281,7 +281,7 @@ def test_tune_between_nodes(comm, made, node_of):
     array = np.arange(100_000.0)
     np.testing.assert_array_equal(spread.all_reduce(array), array * comm.size)
     # Another layout has its own parameters.
-    assert "built-in figures" in known(made())[0]
+    assert "built-in parameters" in known(made())[0]
 
 
 @pytest.mark.mpi
@@ -341,7 +341,7 @@ def test_a_broken_file_is_ignored_by_all_ranks(comm, made, caplog):
         path.parent.mkdir(parents=True)
         path.write_text("{", encoding="utf-8")
     comm.barrier()
-    assert "built-in figures" in known(made())[0]
+    assert "built-in parameters" in known(made())[0]
     assert (str(path) in caplog.text) == (comm.rank == 0)
 
 
@@ -355,5 +355,5 @@ def test_the_tests_keep_to_a_cache_of_their_own(comm):
 @pytest.mark.ranks(2, 3)
 def test_small_arrays_are_told_to_go_their_own_way(comm):
     text = comm.explain("all_reduce", 64)
-    assert text.startswith("shared runs, in one step")
-    assert not comm.explain("all_reduce", 1 << 20).startswith("shared runs, in one step")
+    assert text.startswith("slots runs, in one step")
+    assert not comm.explain("all_reduce", 1 << 20).startswith("slots runs, in one step")

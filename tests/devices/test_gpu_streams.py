@@ -49,14 +49,14 @@ def test_tensors_take_bound_calls(monkeypatch):
     }
 
     def program(comm, cuda):
-        stream, made_calls, find = cuda.new_stream(), [], comm._cached.find_on_gpu
+        stream, made_calls, find = cuda.new_stream(), [], comm._calls.find_on_gpu
 
         def noted(collective, array, **options):
             found = find(collective, array, **options)
             made_calls.append((collective, found is not None))
             return found
 
-        comm._cached.find_on_gpu = noted
+        comm._calls.find_on_gpu = noted
 
         def made(shape, value):
             array = cuda.foreign(np.zeros(shape, np.float32), stream)

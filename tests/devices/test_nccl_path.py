@@ -191,7 +191,7 @@ def test_the_short_way_of_repeated_calls_reduces_what_is_there_now():
             other = cuda.from_host(np.zeros(3, np.float32))
             assert comm.all_reduce(given, out=other) is other
             same(other, np.full(3, 3 * number + 3, np.float32))
-        assert len(comm._bound) == 2
+        assert len(comm._bound_calls) == 2
         overlapping = cuda.from_host(np.arange(4, dtype=np.float32))
         assert comm.all_reduce(overlapping[:3], out=overlapping[1:]).get().tolist() == [0, 3, 6]
         with pytest.raises(TypeError, match="out has dtype"):
@@ -243,7 +243,7 @@ def test_the_short_ways_of_movements_and_of_reduce_scatter():
             same(comm.all_gather(own), np.repeat(rows, counts)[:, None].repeat(2, 1))
             with pytest.raises(ValueError, match="out has 5 rows on rank 2"):
                 comm.all_gather(given, out=joined[:5] if rank == 2 else None)
-        bound = {key[1] for key in comm._bound}
+        bound = {key[1] for key in comm._bound_calls}
         assert bound == {"broadcast", "reduce", "reduce_scatter", "all_gather"}
         whole = cuda.from_host(np.full((6, 2), rank, np.float32))
         comm.reduce_scatter(whole, out=whole[1:3])

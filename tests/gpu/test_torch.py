@@ -72,7 +72,7 @@ def test_recurring_calls(alone, torch, dtype):
         assert alone.all_reduce(tensor, op, out=tensor) is tensor
         assert torch.equal(tensor, made(turn))
     if dtype != "bool":  # which NCCL doesn't reduce
-        bound = {key[1] for key in alone._bound if key[0] == "on a GPU"}
+        bound = {key[1] for key in alone._bound_calls if key[0] == "on a GPU"}
         assert bound == {*calls, "broadcast"}
 
 

@@ -102,7 +102,7 @@ def test_an_unknown_job(method):
         ({"ps": {True: "a"}}, TypeError, r'an index in cluster\["ps"\] is True; allowed'),
         ({"ps": {"x": "a"}}, ValueError, r"""an index in cluster\["ps"\] is 'x'; allowed"""),
         ({"ps": {-1: "a"}}, ValueError, r'an index in cluster\["ps"\] is -1; allowed'),
-        ({"ps": {"1": "a", "01": "b"}}, ValueError, r'index 1 stands twice in cluster\["ps"\]'),
+        ({"ps": {"1": "a", "01": "b"}}, ValueError, r'index 1 occurs twice in cluster\["ps"\]'),
     ],
 )
 def test_a_malformed_cluster(cluster, error, message):
@@ -187,8 +187,8 @@ def test_train_and_evaluate_takes_one_leader(leader):
         (config_of("worker", worker=["a"]), "exactly one task of job 'chief'.* has "),
         (config_of("master", master=["a", "b"]), "exactly one task of job 'chief'.* has "),
         (config_of("master", master=["a"], chief=["b"]), "exactly one task of job 'chief'.* has "),
-        (config_of("master", master=["a"], evaluator=["b"]), "beside 'master'"),
-        (config_of("evaluator", master=["a"]), "beside 'master'"),
+        (config_of("master", master=["a"], evaluator=["b"]), "can't be used with 'master'"),
+        (config_of("evaluator", master=["a"]), "can't be used with 'master'"),
     ],
 )
 def test_what_train_and_evaluate_refuses(config, message):
