@@ -41,6 +41,14 @@ class Request(NamedTuple):
     what: str | None = None
     """The text that the call compares."""
 
+    def __str__(self) -> str:
+        """The text by which requests are compared, and which errors show."""
+        tensors = [f"{dtype}{list(shape)} on {device}" for shape, dtype, device in self.tensors]
+        parts = [f"hvd.{self.name}", self.op.value, *tensors]
+        if self.optimizer >= 0:
+            parts.append(f"optimizer {self.optimizer}")
+        return ", ".join(parts if self.what is None else [*parts, self.what])
+
     @property
     def with_zeros(self) -> bool:
         """Whether a rank can take part with zeros."""
@@ -154,6 +162,8 @@ def _joined(comm: Communicator, request: Request | None, error: MismatchError) -
     joined = [rank for rank, each in enumerate(requests) if each is None]
     if not joined:
         return None
+    if not all(each is None or isinstance(each, Request) for each in requests):
+        raise error  # the program's own objects, after it has caught the first error
     made: list[Request] = list({each for each in requests if each is not None})
     if len(made) != 1:
         raise error

@@ -190,13 +190,13 @@ BY_HAND = {
         "all_reduce",
         [[Send(0, RANK), Reduce(0, RANK)]],
         1,
-        "round 0, rank 0, chunk 0: no such peer, or the rank itself: 0",
+        "round 0, rank 0, chunk 0: peer 0 does not exist, or is the rank itself",
     ),
     "a rank sends to one that does not exist": (
         "broadcast",
         [[Send(0, 2, when=RANK == 0)]],
         1,
-        "round 0, rank 0, chunk 0: no such peer, or the rank itself: 2",
+        "round 0, rank 0, chunk 0: peer 2 does not exist, or is the rank itself",
     ),
     "a chunk that does not exist": (
         "broadcast",

@@ -4,7 +4,7 @@ A script for Horovod changes its import, `import collectives.torch.horovod as hv
 by `mpirun -n 4 python train.py`. Names, arguments and defaults are Horovod's 0.28, which has no
 type annotations of its own. All ranks must make the same calls in the same order: no rank
 negotiates it in the background, and a difference raises a MismatchError on every rank. The
-arguments `name`, by which Horovod matches calls, are ignored.
+arguments `name`, by which Horovod matches calls, are compared in calls of tensors.
 
 Source: https://horovod.readthedocs.io/en/stable/api.html#module-horovod.torch
 """

@@ -48,8 +48,12 @@ def broadcast_parameters(
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
     """Load the state of the root's optimizer, its options included, on the other ranks.
 
-    It is sent pickled. `model` is ignored: the state need not exist on the other ranks.
+    It is sent pickled. `model` is ignored: the state need not exist on the other ranks. Raises
+    MismatchError on every rank where the optimizers' classes or groups differ.
     """
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    what = f"{type(optimizer).__name__} with groups of {groups} parameters"
+    notice_joined(ranks(), Request("broadcast_optimizer_state", what=what))
     state = broadcast_object(
         optimizer.state_dict() if ranks().rank == root_rank else None, root_rank
     )

@@ -90,6 +90,8 @@ def grouped_allreduce(
     """`allreduce` of many tensors, in few messages. Those that require grad go one by one."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         given = average, name, compression, op, prescale_factor, postscale_factor, process_set
+        kind = f"grouped_allreduce of {len(tensors)}, with a gradient"
+        notice_joined(ranks_of(process_set), Request(kind, what=text_of(name)))
         return [allreduce(each, *given) for each in tensors]
     op, comm = op_of(op, average), ranks_of(process_set)
     pairs = [compression.compress(scaled(each, prescale_factor)) for each in tensors]

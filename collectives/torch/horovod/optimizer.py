@@ -31,9 +31,13 @@ class _Gradients(GradientReducer):
     def __init__(self, comm: Communicator, named: Any, passes: int, **options: Any) -> None:
         super().__init__(comm, named, unused="zeros", **options)
         self._optional = []  # zeros also where no rank has a gradient, as in Horovod
-        self.passes = passes
+        self.passes, self._reductions = passes, 0
         self._made: Counter[int] = Counter()
         self._request = number_gradients(comm, self)
+
+    def stepped(self) -> None:
+        """The optimizer has made its step; ranks that make others are noticed by the next one."""
+        self._reductions = 0
 
     def zeroed(self) -> None:
         """The gradients of the last reduction are gone: a sum can't add them again."""
@@ -42,6 +46,7 @@ class _Gradients(GradientReducer):
     def add_zeros(self) -> None:
         """Take part in the reduction that the other ranks make; gradients are lost."""
         self._clear()
+        self._reductions = 0
         self._accumulated.keys.update(self._reduced)
         super()._begin()
         self._end()
@@ -69,7 +74,9 @@ class _Gradients(GradientReducer):
         self._accumulated.keys.add(key)
 
     def _begin(self, late: bool = False) -> Any:
-        comm, request = self._comm, self._request._replace(what=f"{self.passes} passes per step")
+        self._reductions += 1
+        what = f"{self.passes} passes per step, reduction {self._reductions} since the last step"
+        comm, request = self._comm, self._request._replace(what=what)
         with_joined(comm, request, lambda: comm.barrier(str(request)))
         return super()._begin(late)
 
@@ -140,6 +147,7 @@ class _Distributed:
             if self._synchronizes:
                 self.synchronize()
             self._synchronized = False
+            self._gradients.stepped()
             return super().step()  # type: ignore[misc]  # of the optimizer's class
 
         def reduced() -> Any:
@@ -150,7 +158,9 @@ class _Distributed:
             return loss
 
         loss = over_ranks(reduced, self._gradients.fold_number)
-        return super().step(loss)  # type: ignore[misc]  # of the optimizer's class
+        result = super().step(loss)  # type: ignore[misc]  # of the optimizer's class
+        self._gradients.stepped()
+        return result
 
     # The optimizer's own step runs its hooks, and would run them twice if torch wrapped this one.
     step.hooked = True  # type: ignore[attr-defined]  # torch reads it

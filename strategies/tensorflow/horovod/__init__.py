@@ -5,8 +5,8 @@ A script for Horovod changes its import, `import strategies.tensorflow.horovod a
 `mpirun -n 4 python train.py`. Names, arguments and defaults are Horovod's 0.28, which has no type
 annotations of its own. All ranks must make the same calls in the same order: no rank negotiates it
 in the background, and a difference raises a MismatchError on every rank. In a `tf.function` calls
-run in the order of the program. The arguments `name`, by which Horovod matches calls, and those of
-devices are ignored.
+run in the order of the program. The arguments `name`, by which Horovod matches calls, are compared
+in calls of tensors; those of devices are ignored.
 
 Source: https://horovod.readthedocs.io/en/stable/api.html#module-horovod.tensorflow
 """

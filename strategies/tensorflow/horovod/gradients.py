@@ -47,10 +47,13 @@ class GradientReduction:
         """Whether the variable's gradient is not reduced."""
         return key_of(variable) in self._local
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], what: str = ""
+    ) -> list[Any]:
         """The gradients over the ranks; None where there is none.
 
-        A MismatchError on every rank where the ranks have them for other variables.
+        A MismatchError on every rank where the ranks have them for other variables, or another
+        text `what`.
         """
         pairs = list(zip(gradients, variables, strict=True))
         found = [self._of_this_rank(*each) for each in pairs]
@@ -64,7 +67,7 @@ class GradientReduction:
             self._op,
             comm=self._process_set.comm(),
             compression=self._compression,
-            what=f"{len(pairs)} gradients, none of {absent}, local {local}",
+            what=f"{len(pairs)} gradients, none of {absent}, local {local}{what}",
         )
         for place, each in zip(places, reduced, strict=True):
             found[place] = each

@@ -97,6 +97,7 @@ class _Step:
         self._optimizer, self._apply_own = optimizer, type(optimizer).apply
         self._reduction, self._passes = reduction, passes
         self._factor = 1 / passes if averages else 1.0
+        self._what = f", {passes} passes per step{', averaged' * (passes > 1 and averages)}"
         self._sums: dict[int, tuple[Any, Any]] = {}
         """Each variable that has had a gradient, and the sum since the last step."""
         self._count: Any = None
@@ -108,7 +109,8 @@ class _Step:
         known = self._optimizer._trainable_variables
         variables = list(known if trainable_variables is None else trainable_variables)
         if self._passes == 1:
-            return self._apply(list(grads), variables)
+            reduced = self._reduction.reduce(list(grads), variables, self._what)
+            return self._apply_own(self._optimizer, reduced, variables)
         with tf.init_scope():
             if not self._optimizer.built:
                 self._optimizer.build(variables)
@@ -134,7 +136,10 @@ class _Step:
         return tf.constant(0)
 
     def _apply_sums(self) -> Any:
-        variables, sums = zip(*self._sums.values(), strict=True)
+        # In one order on all ranks, and with those that have had no gradient on this one.
+        variables = list(self._optimizer._trainable_variables)
+        found = [self._sums.get(key_of(each), (each, None))[1] for each in variables]
+        sums = [each for each in found if each is not None]
         complete = tf.debugging.assert_equal(
             self._known,
             len(sums),
@@ -142,14 +147,15 @@ class _Step:
             " traced: each function must give the gradients of all variables",
         )
         with tf.control_dependencies([complete] if tf.inside_function() else []):
-            self._apply([each.value() * self._factor for each in sums], list(variables))
+            given = [None if each is None else each.value() * self._factor for each in found]
+            reduced = self._reduction.reduce(given, variables, self._what)
+            pairs = zip(reduced, variables, strict=True)
+            grads, applied = zip(*(each for each in pairs if each[0] is not None), strict=True)
+            self._apply_own(self._optimizer, list(grads), list(applied))
             for each in sums:
                 each.assign(tf.zeros_like(each))
             self._count.assign(0)
         return tf.constant(0)
-
-    def _apply(self, grads: list[Any], variables: list[Any]) -> Any:
-        return self._apply_own(self._optimizer, self._reduction.reduce(grads, variables), variables)
 
 
 def load_model(

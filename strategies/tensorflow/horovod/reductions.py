@@ -152,12 +152,16 @@ def _is_slices(tensor: Any) -> bool:
 
 
 def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp) -> Any:
-    def join(*arrays: Any) -> list[Any]:
-        return [comm.all_gather(each) for each in arrays]
+    name = "allreduce of IndexedSlices"
+
+    def join(values: Any, indices: Any, *shape: Any) -> list[Any]:
+        if shape:
+            comm.barrier(f"{name} of shape {shape[0].tolist()}")
+        return [comm.all_gather(values), comm.all_gather(indices)]
 
     parts = [tf.convert_to_tensor(each) for each in (slices.values, slices.indices)]
-    name = "allreduce of IndexedSlices"
-    values, indices = call_alone(comm, name, join, parts, list(map(rows_of, parts)))
+    shape = [] if slices.dense_shape is None else [tf.convert_to_tensor(slices.dense_shape)]
+    values, indices = call_alone(comm, name, join, [*parts, *shape], list(map(rows_of, parts)))
     if op is ReduceOp.MEAN:
         values = _divided(values, comm.size)
     return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -185,6 +185,7 @@ def test_mismatches_that_no_tensor_shows(tf, hvd, comm):
     op = hvd.Sum if odd else hvd.Average
     calls = {
         "op of slices": lambda: hvd.allreduce(slices, op=op),
+        "shape of slices": lambda: hvd.allreduce(tf.IndexedSlices(x, [0, 1], [4 + odd, 1])),
         "op of compressed tensors": lambda: hvd.allreduce(
             x, op=op, compression=hvd.Compression.fp16
         ),

@@ -230,6 +230,36 @@ def test_passes_belong_to_their_variables(tf, hvd, keras, comm):
     assert (float(second), int(optimizer.iterations)) == (-20, 3)
 
 
+def test_passes_are_compared_and_in_one_order(tf, hvd, keras, comm):
+    odd = comm.rank == 1
+
+    def made(**options):
+        variables = [keras.Variable(0.0), keras.Variable(0.0)]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        optimizer.build(variables)
+        return variables, optimizer
+
+    variables, optimizer = made(backward_passes_per_step=2)
+    for number in (1, 0) if odd else (0, 1):
+        optimizer.apply([tf.constant(1.0 + 9 * number)], [variables[number]])
+    assert list(map(float, variables)) == [-1, -10]
+    variables, optimizer = made(backward_passes_per_step=2)
+    optimizer.apply([tf.constant(1.0)], [variables[odd]])
+    with pytest.raises(hvd.HorovodInternalError, match=r"2 gradients, none of \[1\]"):
+        optimizer.apply([tf.constant(1.0)], [variables[odd]])
+    for options in (
+        {"backward_passes_per_step": 1 + odd},
+        {"backward_passes_per_step": 2, "average_aggregated_gradients": odd},
+    ):
+        variables, optimizer = made(**options)
+        passes = options["backward_passes_per_step"]
+        for _ in range(passes - 1):
+            optimizer.apply([tf.constant(1.0)] * 2, variables)
+        with pytest.raises(hvd.HorovodInternalError, match=f"{passes} passes per step"):
+            optimizer.apply([tf.constant(1.0)] * 2, variables)
+        assert float(variables[0]) == 0
+
+
 def test_passes_of_functions_with_other_variables(tf, hvd, keras):
     """A function knows the sums of its own trace: another one's would be left out of the step."""
     first, second = keras.Variable(0.0), keras.Variable(0.0)

@@ -197,6 +197,8 @@ def test_different_names_and_factors(torch, hvd, comm):
         for factor in ("prescale_factor", "postscale_factor"):
             with pytest.raises(hvd.HorovodInternalError, match=r"factors .*0\.5"):
                 call(given, **{factor: half})
+    with pytest.raises(hvd.HorovodInternalError, match="grouped_allreduce of 1, with a gradient"):
+        hvd.grouped_allreduce([grad] * (1 + comm.rank))
     handle = hvd.allreduce_async(one, name="same", op=hvd.Sum, prescale_factor=0.5)
     assert hvd.synchronize(handle).tolist() == [0.5 * comm.size] * comm.size
     assert hvd.allreduce(one, name="same", op=hvd.Sum).tolist() == [comm.size] * comm.size
@@ -379,3 +381,8 @@ def test_equal_starts(torch, hvd, comm):
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(momentum, hvd.broadcast(momentum, 0))
     assert hvd.broadcast_object({"epoch": comm.rank}, root_rank=1) == {"epoch": 1}
+    given = list(model.parameters())[: 1 + (comm.rank > 0)]
+    kinds = torch.optim.SGD, torch.optim.Adam
+    for other in (torch.optim.SGD(given), kinds[comm.rank > 0](model.parameters())):
+        with pytest.raises(hvd.HorovodInternalError, match=r"SGD with groups of \[.\] parameters"):
+            hvd.broadcast_optimizer_state(other, root_rank=0)

@@ -457,3 +457,25 @@ def test_ranks_that_accumulate_differently(torch, hvd, comm):
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(hvd.HorovodInternalError, match="1 passes per step"):
         model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["two backwards", "no step", "gradients cleared before the step"])
+def test_ranks_that_go_on_one_batch_apart(torch, hvd, comm, kind):
+    """One rank's reduction would be added to those of another batch, until the end."""
+    model, odd = torch.nn.Linear(2, 1), comm.rank == comm.size - 1
+    made = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(made, model.named_parameters())
+
+    def program():
+        for step in range(3):
+            first = odd and step == 0
+            model(torch.ones(1, 2)).sum().backward()
+            if first and kind.startswith("gradients"):
+                optimizer.zero_grad()
+            if not (first and kind in ("two backwards", "no step")):
+                optimizer.step()
+            if not (first and kind == "two backwards"):
+                optimizer.zero_grad()
+
+    with pytest.raises(hvd.HorovodInternalError, match="reduction 2 since the last step"):
+        program()
