@@ -165,7 +165,7 @@ def test_ranks_of_worlds_of_different_sizes_are_an_error_on_all(monkeypatch):
     from collectives.launching import exchange
 
     monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
-    for sizes, seconds in (((2, 3), 20.0), ((2, 2, 3), 1.0)):
+    for sizes, seconds in (((2, 3), 20.0), ((2, 2, 3), 0.6)):
         errors = connect(Store(), len(sizes), seconds, sizes=sizes)
         surplus = len(sizes) == 3
         for rank in (2,) if surplus else (0, 1):
@@ -181,7 +181,7 @@ def test_a_rank_that_was_started_twice_is_named():
     store = Store()
     store.set("session", "now")
     store.set("now/0", json.dumps([3, "a"]))
-    exchanges = [Exchange(store, 1, 3, seconds) for seconds in (1.0, 2.0)]
+    exchanges = [Exchange(store, 1, 3, seconds) for seconds in (0.4, 0.8)]
     with ThreadPoolExecutor(2) as pool:
         for end in [pool.submit(each.connect, "127.0.0.1") for each in exchanges]:
             text = re.escape("Absent: rank 2; or rank 1 of 3 was started twice")
