@@ -167,7 +167,7 @@ class SlurmClusterResolver(_KnownCluster):
         rpc_layer: str | None = None,
     ) -> None:
         rank = read_index(_of_slurm("PROCID"), "SLURM_PROCID")
-        count = read_index(_of_slurm("STEP_NUM_TASKS", "NTASKS"), "SLURM_STEP_NUM_TASKS")
+        count = read_index(_of_slurm("STEP_NUM_TASKS", "NTASKS"), "the number of the step's tasks")
         if rank >= count:
             raise ValueError(f"SLURM_PROCID is {rank}; the Slurm step has {count} tasks")
         hosts = expand_hosts(_of_slurm("STEP_NODELIST", "NODELIST"))

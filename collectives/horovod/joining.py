@@ -44,7 +44,9 @@ class Request(NamedTuple):
     def __str__(self) -> str:
         """The text by which requests are compared, and which errors show."""
         tensors = [f"{dtype}{list(shape)} on {device}" for shape, dtype, device in self.tensors]
-        parts = [f"hvd.{self.name}", self.op.value, *tensors]
+        parts = [f"hvd.{self.name}", *tensors]
+        if self.tensors:
+            parts.insert(1, self.op.value)
         if self.optimizer >= 0:
             parts.append(f"optimizer {self.optimizer}")
         return ", ".join(parts if self.what is None else [*parts, self.what])
@@ -60,6 +62,9 @@ class Gradients(Protocol):
 
     def add_zeros(self) -> None:
         """Take part in the reduction that the other ranks make."""
+
+    def all_joined(self) -> None:
+        """All ranks leave `join` now, wherever each of them was between two steps."""
 
 
 _numbers = itertools.count()
@@ -135,6 +140,8 @@ def join(device: int = -1) -> int:
         if joined.request.with_zeros:
             SERVED[joined.request.name](comm, joined.request)
         served += 1
+    for each in list(_gradients.values()):
+        each.all_joined()
     counts = comm.all_gather(np.array([served]))
     # The last one of those that have noticed the fewest calls of others.
     return int(np.flatnonzero(counts == counts.min())[-1])

@@ -64,15 +64,17 @@ class TaskServer:
 
     @property
     def hints(self) -> str:
-        """What may be the cause, to add to an error about absent tasks."""
+        """What may be the cause, to add to an error about absent tasks.
+
+        Of processes that were refused, the last one, by its address: its name is not proved.
+        """
         hints = []
         if not beyond_loopback([self._address]):
             hints.append(
                 f"{self._tasks.names[0]} listens on {self._address}, which other hosts can't reach"
             )
         if self._stranger:
-            # Without its name, which it has not proved.
-            hints.append(f"a process at {self._stranger} has another {SECRET}")
+            hints.append(f"a process at {self._stranger} did not prove that it has this {SECRET}")
         return "".join(f". {hint}" for hint in hints)
 
     def set(self, name: str, value: str) -> None:

@@ -215,8 +215,8 @@ class Exchange:
         if names:
             first, own = (self._store.get(names[rank]).decode() for rank in (0, self._rank))
             if problem := self._other_sizes(json.loads(first)[:1]):
-                raise LaunchError(problem)
-            if self._preceded or own != self._own:
+                self._problem += f"; or {problem}"
+            elif self._preceded or own != self._own:
                 self._problem += f"; or {self._own_name} was started twice"
         # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
         raise self._late(absent or (0,))

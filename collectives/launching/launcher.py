@@ -129,7 +129,7 @@ def torch_variables_refused(environment: Mapping[str, str]) -> LaunchError:
 def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
     """Raise LaunchError if MPI has one rank although the launcher started several processes.
 
-    Or if torchrun's variables are set, of which one can't be read. A world of several ranks is
+    Also if torchrun's variables are set, but one can't be read. A world of several ranks is
     never refused, because its launcher works with this MPI; other variables may come from an
     enclosing launcher.
     """

@@ -85,11 +85,10 @@ class Checkpoint:
 
         Raises the same error on every rank: rank 0's OSError; ValueError where the ranks have
         different objects, a named object has no state, an ON_READ variable has aggregation NONE, or
-        the path ends in no name;
-        MismatchError on a worker of parameter servers whose call is not the chief's; TypeError for
-        a module or optimizer of torch that each rank trains apart: that no strategy
-        distributes, in a program without torch's process group or a `GradientReducer` for it;
-        RuntimeError inside `run`.
+        the path ends in no name; TypeError for a module or optimizer of torch that each rank trains
+        apart: that no strategy distributes, in a program without torch's process group or a
+        `GradientReducer` for it; RuntimeError inside `run`. A worker of parameter servers whose
+        call or names are not the chief's raises MismatchError.
         """
         require_cross_replica("Checkpoint.save")
         strategy, get_states, what = self._states("Checkpoint.save", _saveable_states)
@@ -109,7 +108,8 @@ class Checkpoint:
         Raises the same error on every rank before anything is changed: rank 0's OSError;
         CheckpointError, naming the file, where it isn't a complete checkpoint, or tensors are
         missing, surplus, or of other shapes or dtypes; ValueError where the ranks have different
-        objects; RuntimeError inside `run`.
+        objects; RuntimeError inside `run`. A worker of parameter servers whose call or names are
+        not the chief's raises MismatchError.
         """
         require_cross_replica("Checkpoint.restore")
         strategy, get_states, what = self._states("Checkpoint.restore", find_states)
@@ -160,7 +160,7 @@ def run_once(checkpoint: Checkpoint, what: str, action: Callable[[], Any]) -> An
 
     The result should be small, since it is pickled. An error is raised on all ranks.
     """
-    strategy, get_states, _ = checkpoint._states(what, find_states)
+    strategy, get_states, text = checkpoint._states(what, find_states)
     communicator = strategy.communicator
 
     def run() -> Any:
@@ -168,7 +168,9 @@ def run_once(checkpoint: Checkpoint, what: str, action: Callable[[], Any]) -> An
         return call_on_first(communicator, action)
 
     with named_scope(communicator, f"{what}, a call for every rank"):
-        return strategy.chief_first(run, what)
+        result = strategy.chief_first(run, text)
+    get_states()
+    return result
 
 
 def _strategy(state: State) -> Strategy | None:

@@ -94,7 +94,8 @@ class PreemptionCheckpointHandler:
         call_on_all(communicator, _NAME, lambda: self._check(given, checkpoint_dir))
         self._manager = given
         if isinstance(given, self.checkpoints):
-            self._manager = self.managers(given, checkpoint_dir, max_to_keep=1)
+            with PropagatedErrors(communicator, _NAME):
+                self._manager = self.managers(given, checkpoint_dir, max_to_keep=1)
         functions = [each is not None for each in (config.save_fn, config.exit_fn)]
         refuse_differences(
             communicator,

@@ -124,7 +124,7 @@ def shown(value: object) -> str:
 
 
 def read_index(value: object, where: str) -> int:
-    """The index that a value stands for: an integer from 0 up, or its decimal digits.
+    """The index or count that a value stands for: an integer from 0 up, or its decimal digits.
 
     TensorFlow's `int(value)` takes 1.7 and true for 1, and -1, whose id is then the chief's.
     Raises TypeError or ValueError, naming `where` the value stands.

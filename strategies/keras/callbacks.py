@@ -139,9 +139,9 @@ class RunningStatistics:
         if self._training.in_epoch:
             self.train()
 
-    def broadcast(self) -> None:
+    def broadcast(self, *, optimizers: bool = True) -> None:
         """Make the whole state the chief's. Collective."""
-        broadcast_state(self._training, self._model)
+        broadcast_state(self._training, self._model, optimizers=optimizers)
         if self._differ and self._training.reduces:
             self._starts = starts_of(self._model)  # of a model that has just been built
 

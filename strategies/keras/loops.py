@@ -170,7 +170,7 @@ class LoopMethods:
         if not self._batches:
             self._batches = True
             warn_of_different_batches(self._training, list(data.values()))
-            self._use_chiefs_state()
+            self._use_chiefs_state(trains=True)
         pieces = share_of(self._training).cut(tuple(data.values()))
         as_dictionary = given.pop("return_dict")
         given |= {**dict(zip(data, pieces, strict=True)), "return_dict": True}
@@ -184,9 +184,9 @@ class LoopMethods:
 
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
         """The arguments of a loop without training, with this rank's pieces."""
-        given = self._agreed(name, args, kwargs)
         self._batches = False
-        self._use_chiefs_state()
+        given = self._agreed(name, args, kwargs)
+        self._use_chiefs_state(trains=False)
         options = taken(given, *data, "batch_size")
         options |= {"steps_per_epoch": given["steps"], "most": self._read_by(given["steps"])}
         communicator = self._training.communicator
@@ -201,10 +201,10 @@ class LoopMethods:
         """The arguments of a method by name, equal on all ranks. Collective."""
         return agreed_arguments(self._training, self._model, name, args, kwargs, self._compiled)
 
-    def _use_chiefs_state(self) -> None:
+    def _use_chiefs_state(self, *, trains: bool) -> None:
         """As `fit` does; of a model that isn't built, when it is. Collective."""
         if self._shared and self._training.reduces and not self._fits:
-            self._statistics.broadcast()
+            self._statistics.broadcast(optimizers=trains)
 
     def _validation(self, given: Mapping[str, Any], batch_size: Any) -> Any:
         data = given["validation_data"]

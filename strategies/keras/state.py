@@ -17,12 +17,13 @@ from strategies.keras.optimizers import optimizers_of
 from strategies.keras.training import Training
 
 
-def broadcast_state(training: Training, model: Any) -> None:
-    """Overwrite the variables of model and optimizers with the chief's. Collective.
+def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) -> None:
+    """Overwrite the variables of the model, and of its optimizers, with the chief's. Collective.
 
     Seed generators stay each rank's own. Raises ValueError on every rank where models differ.
     """
-    inner = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
+    own = optimizers_of(model) if optimizers else []
+    inner = [each for optimizer in own for each in optimizer.variables]
     seeds = {id(generator.state) for generator in _seed_generators(model)}
     found = {id(each): each for each in [*model.variables, *inner] if id(each) not in seeds}
     variables = list(found.values())
@@ -30,7 +31,7 @@ def broadcast_state(training: Training, model: Any) -> None:
     kinds = ", ".join(
         f"{each.dtype}{list(each.shape)}{' trained' * (id(each) in trained)}" for each in variables
     )
-    what = "fit: the ranks' models differ"
+    what = "the ranks' models differ"
     refuse_differences(training.communicator, what, kinds)
     for variable in variables:
         array = copy_of(variable)

@@ -163,7 +163,7 @@ def test_a_task_without_the_secret_is_refused_and_the_others_wait(secret):
             exchange.connect(server.host)
     errors = {0: absent.value, 1: task.result()}
     assert "a process at 127.0.0.1:" in server.hints
-    assert server.hints.endswith("has another COLLECTIVES_SECRET")
+    assert server.hints.endswith("did not prove that it has this COLLECTIVES_SECRET")
     server.close()
     assert isinstance(errors[1], LaunchError)
     assert "has another COLLECTIVES_SECRET than this task" in str(errors[1])

@@ -182,8 +182,9 @@ def test_a_workers_own_variables_are_restored_and_calls_are_compared(comm, path)
         checkpoint.restore(path)
         others = Checkpoint(shared=shared) if strategy.is_chief else Checkpoint(other=shared)
         if strategy.is_chief:
-            others.save(path)
-            others.restore(path)
+            # Another file: the chief doesn't wait until the others have read that one.
+            others.save(f"{path}-2")
+            others.restore(f"{path}-2")
         else:
             refusal(MismatchError, "save of other, but the chief .*of shared", others.save, path)
             refusal(MismatchError, "save of other, but the chief .*restore", others.save, path)

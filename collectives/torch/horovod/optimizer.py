@@ -36,8 +36,10 @@ class _Gradients(GradientReducer):
         self._request = number_gradients(comm, self)
 
     def stepped(self) -> None:
-        """The optimizer has made its step; ranks that make others are noticed by the next one."""
+        """Count the reductions until the next step; the ranks compare their numbers."""
         self._reductions = 0
+
+    all_joined = stepped
 
     def zeroed(self) -> None:
         """The gradients of the last reduction are gone: a sum can't add them again."""
@@ -46,7 +48,6 @@ class _Gradients(GradientReducer):
     def add_zeros(self) -> None:
         """Take part in the reduction that the other ranks make; gradients are lost."""
         self._clear()
-        self._reductions = 0
         self._accumulated.keys.update(self._reduced)
         super()._begin()
         self._end()
@@ -158,9 +159,10 @@ class _Distributed:
             return loss
 
         loss = over_ranks(reduced, self._gradients.fold_number)
-        result = super().step(loss)  # type: ignore[misc]  # of the optimizer's class
-        self._gradients.stepped()
-        return result
+        try:
+            return super().step(loss)  # type: ignore[misc]  # of the optimizer's class
+        finally:
+            self._gradients.stepped()
 
     # The optimizer's own step runs its hooks, and would run them twice if torch wrapped this one.
     step.hooked = True  # type: ignore[attr-defined]  # torch reads it

@@ -97,7 +97,7 @@ class _Step:
         self._optimizer, self._apply_own = optimizer, type(optimizer).apply
         self._reduction, self._passes = reduction, passes
         self._factor = 1 / passes if averages else 1.0
-        self._what = f", {passes} passes per step{', averaged' * (passes > 1 and averages)}"
+        self._what = f", {passes} passes per step{', averaged' if passes > 1 and averages else ''}"
         self._sums: dict[int, tuple[Any, Any]] = {}
         """Each variable that has had a gradient, and the sum since the last step."""
         self._count: Any = None
@@ -116,7 +116,12 @@ class _Step:
                 self._optimizer.build(variables)
             if self._count is None:
                 self._count, self._known = tf.Variable(0), tf.Variable(0)
+        trained = {key_of(each) for each in self._optimizer._trainable_variables}
         for grad, variable in zip(grads, variables, strict=True):
+            if key_of(variable) not in trained:
+                raise ValueError(
+                    f"{variable.name!r} is none of the variables that the optimizer was built for"
+                )
             if grad is not None:
                 self._sum_of(variable).assign_add(tf.convert_to_tensor(grad))
         self._count.assign_add(1)
@@ -149,9 +154,9 @@ class _Step:
         with tf.control_dependencies([complete] if tf.inside_function() else []):
             given = [None if each is None else each.value() * self._factor for each in found]
             reduced = self._reduction.reduce(given, variables, self._what)
-            pairs = zip(reduced, variables, strict=True)
-            grads, applied = zip(*(each for each in pairs if each[0] is not None), strict=True)
-            self._apply_own(self._optimizer, list(grads), list(applied))
+            pairs = [each for each in zip(reduced, variables, strict=True) if each[0] is not None]
+            grads, applied = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+            self._apply_own(self._optimizer, grads, applied)
             for each in sums:
                 each.assign(tf.zeros_like(each))
             self._count.assign(0)

@@ -459,6 +459,24 @@ def test_ranks_that_accumulate_differently(torch, hvd, comm):
         model(torch.ones(1, 2)).sum().backward()
 
 
+def test_epochs_that_end_between_two_steps(torch, hvd, comm):
+    """As where batches are accumulated, and an epoch ends before the last step."""
+    model = torch.nn.Linear(2, 1)
+    made = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(made, model.named_parameters())
+    for _ in range(2):
+        for _ in range(1 + (comm.rank == 0)):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        if comm.rank == 0:
+            model(torch.ones(1, 2)).sum().backward()
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), 0)
+    weights = comm.all_gather(model.weight.detach())
+    assert torch.equal(weights[0], weights[-1])
+
+
 @pytest.mark.parametrize("kind", ["two backwards", "no step", "gradients cleared before the step"])
 def test_ranks_that_go_on_one_batch_apart(torch, hvd, comm, kind):
     """One rank's reduction would be added to those of another batch, until the end."""
