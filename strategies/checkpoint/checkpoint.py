@@ -22,6 +22,8 @@ from strategies.synchronous.default import default_strategy
 
 States = dict[str, State]
 GetStates = Callable[[], States]
+Parts = dict[str, dict[str, Array]]
+"""The tensors of states by relative name."""
 
 SUFFIX = ".safetensors"
 
@@ -115,17 +117,20 @@ class Checkpoint:
         strategy, get_states, what = self._states("Checkpoint.restore", find_states)
         called = []
 
-        def restore_all() -> str | None:
+        def restore_all() -> tuple[str, Parts] | None:
             called.append(True)
             return _restore_from(path, get_states, strategy.communicator, expect_partial)
 
         with named_scope(strategy.communicator, "Checkpoint.restore, a call for every rank"):
-            source = strategy.chief_first(restore_all, what)
+            restored = strategy.chief_first(restore_all, what)
             states = get_states()
-            if source is not None and not called:
+            if restored is not None and not called:
                 # The chief restored the servers' state; this process's own state is left.
-                own = {name: each for name, each in states.items() if not each.kept_by_strategy}
-                _restore_from(source, lambda: own, strategy.communicator, expect_partial=True)
+                source, parts = restored
+                own = {name: states[name] for name in parts}
+                check_fit(own, parts, [], source)
+                for name, state in own.items():
+                    state.restore(parts[name])
 
     def _states(
         self, call: str, find: Callable[[Mapping[str, Any]], States]
@@ -217,8 +222,11 @@ def _restore_from(
     get_states: GetStates,
     communicator: Communicator,
     expect_partial: bool,
-) -> str | None:
-    """Restore from rank 0's path; the path of the file, None for a path of None. Collective."""
+) -> tuple[str, Parts] | None:
+    """Restore from rank 0's path; None for a path of None. Collective.
+
+    The result: the path of the file, and the tensors of states that no servers keep.
+    """
     what = "Checkpoint.restore"
     states = call_on_all(communicator, what, get_states)
     refuse_different_names(communicator, what, states)
@@ -235,7 +243,7 @@ def _restore_from(
             state.restore(parts[path])
 
     call_on_all(communicator, what, restore)
-    return source
+    return source, {name: parts[name] for name in states if not states[name].kept_by_strategy}
 
 
 def _refuse_trained_apart(states: Mapping[str, State]) -> None:

@@ -7,6 +7,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Number
 from typing import TYPE_CHECKING, TypeAlias
 
 from collectives.messaging.rpc import PendingAnswer
@@ -51,9 +52,20 @@ class Client:
         self._unfenced: set[int] = set()
 
     def number_of(self, optimizer: Optimizer) -> int:
-        """The servers' number for an optimizer: every worker first uses its own in one order."""
-        # The optimizer is kept, so that its id stays its own.
-        made = self._optimizers.setdefault(id(optimizer), (len(self._optimizers), optimizer))
+        """The servers' number for an optimizer: every worker first uses its own in one order.
+
+        The first use raises MismatchError where another worker's has another rule, or other numbers
+        than the learning rate.
+        """
+        made = self._optimizers.get(id(optimizer))
+        if made is None:
+            made = len(self._optimizers), optimizer
+            arguments = made[0], _settings_of(optimizer)
+            with self._rpc.lock:
+                request = self._rpc.request(0, Request("compare_optimizer", None, arguments))
+                self._rpc.endpoint.results([request], "comparing optimizers")
+            # The optimizer is kept, so that its id stays its own.
+            self._optimizers[id(optimizer)] = made
         return made[0]
 
     def adopt(self, optimizer: Optimizer, number: int) -> None:
@@ -214,6 +226,19 @@ class Client:
         pending = [self._rpc.request(server, Request("fence")) for server in servers]
         self._rpc.endpoint.results(pending, "waiting for pushes")
         self._unfenced.difference_update(servers)
+
+
+def _settings_of(optimizer: Optimizer) -> str:
+    """What must be equal on all workers: the rule, and its numbers but for the learning rate."""
+    rule = optimizer.rule
+    limits = {"clipnorm": optimizer.clipnorm, "global_clipnorm": optimizer.global_clipnorm}
+    numbers = {
+        name: value
+        for name, value in {**vars(rule), **limits}.items()
+        if isinstance(value, Number) and name != "learning_rate"
+    }
+    given = ", ".join(f"{name}={value}" for name, value in numbers.items())
+    return f"{type(rule).__name__}({given})"
 
 
 def _arrays_of(gradient: Gradient) -> list[Array]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TypeAlias
 
-from collectives import RankFailedError
+from collectives import MismatchError, RankFailedError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint, Result
@@ -49,38 +49,42 @@ class KeyValueStore:
     """The chief's announcements. Each listener requests those of a kind by number.
 
     A listener may repeat a request whose answer took too long: an announcement is kept until every
-    remaining listener has requested the next one of its kind.
+    remaining listener has found it.
     """
 
     def __init__(self, listeners: Iterable[int]) -> None:
-        self._requested: dict[int, Counter[str]] = {worker: Counter() for worker in listeners}
+        self._found: dict[int, Counter[str]] = {worker: Counter() for worker in listeners}
+        """How many of each kind a listener has found."""
         self._values: dict[Key, bytes] = {}
         self._first: Counter[str] = Counter()
 
     def put(self, key: Key, value: bytes) -> None:
         """Keep a value, if there are listeners."""
-        if self._requested:
+        if self._found:
             self._values[key] = value
 
-    def get(self, listener: int, key: Key) -> bytes | None:
-        """The value for a listener; None where it is not there yet."""
-        kind, number = key
-        if listener in self._requested:
-            self._requested[listener][kind] = number
-            self._drop(kind)
+    def get(self, key: Key) -> bytes | None:
+        """The value; None where it is not there yet."""
         return self._values.get(key)
+
+    def found(self, listener: int, key: Key) -> None:
+        """The listener has the value."""
+        kind, number = key
+        if listener in self._found:
+            self._found[listener][kind] = number + 1
+            self._drop(kind)
 
     def leave(self, listener: int) -> None:
         """It requests nothing any more."""
-        if self._requested.pop(listener, None) is not None:
+        if self._found.pop(listener, None) is not None:
             for kind in {kind for kind, _ in self._values}:
                 self._drop(kind)
 
     def _drop(self, kind: str) -> None:
-        if not self._requested:
+        if not self._found:
             self._values.clear()
             return
-        least = min(requested[kind] for requested in self._requested.values())
+        least = min(found[kind] for found in self._found.values())
         while self._first[kind] < least:
             self._values.pop((kind, self._first[kind]), None)
             self._first[kind] += 1
@@ -103,6 +107,8 @@ class Server:
         self._present = set(roles.workers)
         self._memory = SharedArrays(len(roles.workers))
         self._shards: dict[int, Shard] = {}
+        self._optimizers: dict[int, tuple[str, str]] = {}
+        """For each number, the first worker that has used it, and its optimizer's settings."""
         self._clock = Clock(roles.workers)
         self._announced = KeyValueStore(set(roles.workers) - {roles.chief})
         self._finding: list[Call] = []
@@ -218,6 +224,17 @@ class Server:
         worker = self._index[call.source]
         self._shard_of(call).set_state(worker, optimizer, slots, iteration, keep=keep)
 
+    def compare_optimizer(self, call: Call, number: int, settings: str) -> Result:
+        """Note an optimizer's number; MismatchError where another worker's has other settings."""
+        worker = self._roles.name(call.source)
+        first, known = self._optimizers.setdefault(number, (worker, settings))
+        if settings != known:
+            raise MismatchError(
+                f"optimizer {number} is {settings} on {worker}, {known} on {first}: all workers"
+                " must use the same optimizers for the first time in the same order"
+            )
+        return None, ()
+
     # Announcements
 
     def announce(self, call: Call, key: Key, value: bytes) -> None:
@@ -227,7 +244,7 @@ class Server:
 
     def find(self, call: Call, key: Key) -> Result | None:
         """The value under the key, once it is announced."""
-        value = self._announced.get(call.source, key)
+        value = self._announced.get(key)
         if value is not None:
             return value, ()
         if self._roles.chief not in self._present:
@@ -241,6 +258,10 @@ class Server:
         waiting, self._finding = self._finding, []
         for call in waiting:
             self._handle(call)
+
+    def found(self, call: Call, key: Key) -> None:
+        """The worker has the value under the key. A push."""
+        self._announced.found(call.source, key)
 
     def stop_finding(self, call: Call) -> None:
         """The worker runs what the chief schedules, and finds nothing any more. A push."""

@@ -180,11 +180,17 @@ class ParameterServerStrategy(Strategy):
     def store(self, value: Array, what: str) -> Storage:
         """Where a variable is kept: on the servers. Not collective; the chief's value counts.
 
-        Raises ShapeMismatchError or DtypeMismatchError where the chief's variable is another.
+        Raises MismatchError where the chief's variable has another shape, dtype, name or rule.
         """
         if self._keeps_its_own:
             return super().store(value, what)
         return self.worker.store(value, what)
+
+    def mirror(self, value: Array, what: str) -> Array:
+        """The value itself, which is this worker's own. Raises as `store`."""
+        if not (self._keeps_its_own or self._serves_chief):
+            self.worker.compare(value, what)
+        return value
 
     def complete(self, variable: Variable) -> None:
         """A variable in parts is a `ShardedVariable`."""

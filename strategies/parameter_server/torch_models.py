@@ -8,9 +8,8 @@ it is the same as pushing gradients (Downpour SGD; Dean et al., NIPS 2012).
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +20,11 @@ from strategies.core.storage import assign
 from strategies.core.values import Array
 from strategies.foreign.distributed import permit
 from strategies.parameter_server.storage import ServedStorage
-from strategies.parameter_server.worker import PARAMETER, Worker
+from strategies.parameter_server.worker import Worker
 from strategies.replication.replication import Replication
 from strategies.torch.distribution import checked, refuse_apart, unknown_parameter
 from strategies.torch.lifetime import Lifetime
-from strategies.torch.steps import parameters_of, step_hooks
+from strategies.torch.steps import parameters_of, step_hooks, stepping
 
 
 class _Served(NamedTuple):
@@ -65,13 +64,6 @@ _hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
 """The hooks of each optimizer. It may be given with several models: the last one counts."""
 
 
-class _Stepping(threading.local):
-    """Whether an optimizer that was given steps in this thread: it may step others."""
-
-    given = False
-
-
-_stepping = _Stepping()
 _hooks_of_all: list[Any] = []
 """The hook of all optimizers' steps, once there is a model."""
 
@@ -88,11 +80,11 @@ def distribute(
     refuse_apart(model, weighted=False)
     # A model may share parameters with others.
     known = {number: each for other in _models_of(worker) for number, each in other.served.items()}
+    _begin_as_chief(worker, model, known)
     served = {
         id(parameter): known.get(id(parameter)) or _serve(worker, name, parameter)
         for name, parameter in model.named_parameters()
     }
-    _begin_as_chief(worker, model, [each for number, each in served.items() if number in known])
     _pull(worker, list(served.values()))
     for each in optimizers:
         if each in _hooks:
@@ -137,7 +129,8 @@ def _models_of(worker: Worker) -> list[_Model]:
 
 def _refuse_others(optimizer: Any, *_: Any) -> None:
     """ValueError for the step of an optimizer that was not given: no other worker would see it."""
-    if _stepping.given:
+    if any(each in _hooks for each in stepping()):
+        # One that was given may step others.
         return
     given = _hooks.get(optimizer)
     for model in list(_models):
@@ -151,22 +144,30 @@ def _refuse_others(optimizer: Any, *_: Any) -> None:
 
 
 def _serve(worker: Worker, name: str, parameter: Any) -> _Served:
-    return _Served(parameter, worker.store(from_torch(parameter, name), f"{PARAMETER}{name}"))
+    return _Served(parameter, worker.store(from_torch(parameter, name), f"distribute: {name}"))
 
 
-def _begin_as_chief(worker: Worker, model: Any, known: list[_Served]) -> None:
-    """Make the chief's values of served parameters count, and copy its buffers.
+def _begin_as_chief(worker: Worker, model: Any, known: Mapping[int, _Served]) -> None:
+    """Make the chief's values of known parameters count, and copy its buffers.
 
-    Buffers are each worker's own from then on.
+    Buffers are each worker's own from then on. MismatchError where a worker's model has other
+    numbers of parameters or buffers.
     """
+    parameters = list(map(id, model.parameters()))
     buffers = [from_torch(each, name) for name, each in model.named_buffers()]
 
     def values() -> list[Array]:
-        for each in known:
-            each.storage.change(assign, each.array().copy())
+        for number in parameters:
+            if number in known:
+                known[number].storage.change(assign, known[number].array().copy())
         return buffers
 
-    for own, given in zip(buffers, worker.chief_first(values), strict=True):
+    new = sum(number not in known for number in parameters)
+    what = (
+        f"distribute of a model of {len(parameters)} parameters, {new} of them new, and"
+        f" {len(buffers)} buffers"
+    )
+    for own, given in zip(buffers, worker.chief_first(values, what), strict=True):
         own[...] = given
 
 
@@ -187,12 +188,10 @@ def _install(
         for parameter in trained:
             if id(parameter) not in served:
                 raise unknown_parameter(parameter)
-        _stepping.given = True
         found = [served[id(each)] for each in trained if each.requires_grad]
         before[:] = [(each, each.array().copy()) for each in found]
 
     def after_step(*_: Any) -> None:
-        _stepping.given = False
         for each, old in before:
             each.storage.push_difference(each.array(), old)
         if counts:

@@ -31,10 +31,6 @@ from strategies.parameter_server.storage import ServedStorage, stored
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
 
-PARAMETER = "distribute: "
-_VARIABLE = "Variable "
-"""Before the name of a torch module's parameter, which is the same on all workers."""
-
 _HOME = 0
 """The server that keeps announcements."""
 
@@ -71,10 +67,20 @@ class Worker:
     def store(self, value: Array, what: str) -> ServedStorage:
         """As the chief: a new variable's storage; as another worker: that of the chief's one.
 
-        There it raises ShapeMismatchError or DtypeMismatchError where the chief's is another,
+        `what` has its name and what else must be equal on all workers. There it raises
+        ShapeMismatchError, DtypeMismatchError or MismatchError where the chief's is another,
         DeadlineExceededError where it isn't made in time, RankFailedError where the chief has left.
         """
         return stored(self.client, (self._create if self._is_chief else self._find)(value, what))
+
+    def compare(self, value: Array, what: str) -> None:
+        """Make a variable of which each worker has its own value. Raises as `store`."""
+        if self._is_chief:
+            self._announce(
+                "variable", VariableInfo(what, value.shape, value.dtype, (), split=False)
+            )
+        else:
+            self._find(value, what)
 
     def _create(self, value: Array, what: str) -> VariableInfo:
         """Put a variable onto the servers, and announce it."""
@@ -108,7 +114,7 @@ class Worker:
             raise ShapeMismatchError(text)
         if info.dtype != value.dtype:
             raise DtypeMismatchError(text)
-        if what.startswith((PARAMETER, _VARIABLE)) and info.what != what:
+        if info.what != what:
             raise MismatchError(
                 f"{text}: all workers must make the same models and variables in the same order"
             )
@@ -175,6 +181,7 @@ class Worker:
             pending = [self._rpc.request(_HOME, Request("find", None, (key,)))]
             chief = {self._roles.chief: ", the chief"}
             [(found, _)] = self._rpc.endpoint.results(pending, what, lambda: chief)
+            self._rpc.push(_HOME, Request("found", None, (key,)))
         # A call that wasn't made in time is made again.
         self._announcements[kind] += 1
         return pickle.loads(found)

@@ -95,9 +95,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         device = self._device
         if isinstance(colocate_with, values.DistributedValues):
             device = colocate_with._devices[0]
-        rules = ("synchronization", "aggregation", "trainable")
-        given = [f"{rule}={kwargs[rule]}" for rule in rules if kwargs.get(rule) is not None]
-        what = ", ".join(["a variable's initial value", *given])
+        what = f"the initial value of {variables.described(kwargs)}"
         strategy, mirror = self._container_strategy(), partial(self.operations.mirror, what=what)
         return variables.create(strategy, device, mirror, next_creator, self._classes, **kwargs)
 

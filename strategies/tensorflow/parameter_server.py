@@ -72,9 +72,12 @@ class ParameterServerStrategy(Strategy):
         """
         self._served.serve()
 
-    def chief_first(self, action: Callable[[], Any]) -> Any:
-        """As of every strategy; the chief doesn't wait for the other workers."""
-        return self._served.chief_first(action)
+    def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
+        """As of every strategy; the chief doesn't wait for the other workers.
+
+        A worker whose `what` is another than the chief's raises MismatchError.
+        """
+        return self._served.chief_first(action, what)
 
     @property
     def is_server(self) -> bool:
@@ -117,13 +120,11 @@ class ServedExtended(CollectiveExtended):
                 " workers. In a cluster without chief, an ON_READ variable is each worker's own"
             )
         place = Place()
-        what = f"variable {kwargs.get('name') or 'Variable'!r}"
+        what = variables.described(kwargs)
         on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
 
         def mirror(value: Any) -> Any:
-            if on_read:
-                return value
-            return self.exchange.serve(place, value, what)
+            return self.exchange.serve(place, value, what, own=on_read)
 
         variable = variables.create(
             self._container_strategy(), self._device, mirror, next_creator, CLASSES, **kwargs
@@ -150,8 +151,8 @@ class ServedExtended(CollectiveExtended):
         if link is not None and link.coordinator is not None:
             raise RuntimeError(
                 f"{what} on a chief that has a ClusterCoordinator, whose workers alone train: call"
-                " it in the function that is given to create_per_worker_dataset. Model.fit trains"
-                " on the workers of a cluster without chief"
+                " it in the function that is given to create_per_worker_dataset. Model.fit,"
+                " evaluate and predict work on the workers of a cluster without chief"
             )
 
     def read_var(self, v: Any) -> Any:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -122,13 +123,14 @@ class ServedVariable(ReplicatedVariable):
         return {trackable.VARIABLE_VALUE_KEY: self.read_value()}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
-        """Restore the chief's value on the servers; the other workers wait for it."""
-        value = restored_tensors[trackable.VARIABLE_VALUE_KEY]
-
-        def restore() -> None:
-            self.assign(value)
-
-        self._distribute_strategy.chief_first(restore)
+        """Restore the chief's value on the servers, for which others wait, or this worker's own."""
+        value, storage = restored_tensors[trackable.VARIABLE_VALUE_KEY], self.place.storage
+        restore = partial(self.assign, value, read_value=False)
+        if storage is None:
+            restore()
+        else:
+            what = f"restore of {storage.info.what}, shard {storage.info.shards[0].number}"
+            self._distribute_strategy.chief_first(restore, what)
         return tf.no_op()
 
 
@@ -146,18 +148,22 @@ class Exchange:
         variable.place, variable.exchange = place, self
         self._variables.append(weakref.ref(variable))
 
-    def serve(self, place: Place, value: Any, what: str) -> Any:
-        """Put a new variable onto the servers, and return the chief's value of it.
+    def serve(self, place: Place, value: Any, what: str, *, own: bool = False) -> Any:
+        """Put a new variable onto the servers, and return the chief's value; `own`: this worker's.
 
-        Raises TypeError for a dtype without arithmetic.
+        Raises TypeError for a dtype without arithmetic, unless `own`.
         """
         if value.dtype in (tf.string, tf.resource, tf.variant):
+            if own:
+                return value
             raise TypeError(
                 f"{what} has dtype {value.dtype.name}: variables on parameter servers are of"
                 " numbers or bool; create others outside of the scope, or ON_READ"
             )
 
         def call(array: Array) -> list[Array]:
+            if own:
+                return [self._arrays.mirror(array, what)]
             stored = self._arrays.store(np.array(array), what)
             if not isinstance(stored, ServedStorage):
                 return [array]

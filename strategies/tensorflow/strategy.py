@@ -85,10 +85,10 @@ class Strategy(tf.distribute.Strategy):
         """Whether this rank writes what is written once."""
         return self.array_strategy.is_chief
 
-    def chief_first(self, action: Callable[[], Any]) -> Any:
+    def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
         """What the chief gets from the action, on every rank that trains; small, picklable.
 
-        What it raises is raised on all of them. Collective.
+        What it raises is raised on all of them; `what` is equal on all. Collective.
         """
         return call_on_first(self.communicator, action)
 

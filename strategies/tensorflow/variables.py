@@ -14,6 +14,7 @@ of it raises; a direct assignment inside of `run` is each rank's own, and is not
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -164,6 +165,24 @@ def create(
     )
     variable.keras_variable = _keras_variable()
     return variable
+
+
+def described(arguments: Mapping[str, Any]) -> str:
+    """A new variable's name and rules, which must be equal on all ranks.
+
+    The numbers in names of Keras count the layers of the process, and are left out.
+    """
+    name = arguments.get("name") or "Variable"
+    if _keras_variable() is not None:
+        name = re.sub(r"_\d+", "", name)
+    rules = {rule: arguments.get(rule) for rule in ("synchronization", "aggregation")}
+    given = [
+        f"{rule}={value.name}"
+        for rule, value in rules.items()
+        if value is not None and value.name not in ("AUTO", "NONE")
+    ]
+    given += ["trainable=False"] * (arguments.get("trainable") is False)
+    return f"variable {name!r}" + f" ({', '.join(given)})" * bool(given)
 
 
 def _evaluated(initial: Any, dtype: Any) -> Any:

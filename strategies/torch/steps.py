@@ -7,8 +7,9 @@ two wrappers call the hooks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 _WRAPPER = "wrapper"
@@ -41,18 +42,18 @@ def step_hooks(
 
 def _once(hook: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(hook)
-    def call(stepping: Any, arguments: Any, named: Any) -> Any:
-        return hook(stepping, arguments, named) if _wrappers_of(stepping) < 2 else None
+    def call(optimizer: Any, arguments: Any, named: Any) -> Any:
+        wrappers = sum(each is optimizer for each in stepping())
+        return hook(optimizer, arguments, named) if wrappers < 2 else None
 
     return call
 
 
-def _wrappers_of(stepping: Any) -> int:
-    """How many of torch's wrappers of this optimizer's `step` are on the stack."""
-    count, frame = 0, sys._getframe(1).f_back
+def stepping() -> Iterator[Any]:
+    """The optimizers whose `step` is on the stack, once for each of torch's wrappers."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == _WRAPPER and frame.f_globals.get("__name__") == _MODULE:
-            count += frame.f_locals.get("self") is stepping
+            yield frame.f_locals.get("self")
         frame = frame.f_back
-    return count

@@ -69,14 +69,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
             if on_gpu(local) and not self.strategy.variables_on_gpus:
                 kind = type(self.strategy).__name__
                 raise TypeError(f"{what} lies on a GPU: {kind} keeps values on the host")
-        rules = [
-            f"trainable={trainable}" * (not trainable),
-            str(synchronization) * self.on_read,
-            str(aggregation) * (aggregation is not VariableAggregation.NONE),
-        ]
-        if self.strategy.aggregates and any(rules):
-            # Ranks without make another call at once.
-            self.strategy.barrier(", ".join([what, *filter(None, rules)]))
+        what += self._rules()
         self.storage: Storage = (
             LocalStorage(self.strategy.mirror(local, what))
             if self.on_read
@@ -257,6 +250,14 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         if not self.shape:
             raise TypeError(f"len() of unsized {self}: it is a single number")
         return self.shape[0]
+
+    def _rules(self) -> str:
+        """The rules that aren't the usual ones, as the end of a name."""
+        given = ["synchronization=ON_READ"] * self.on_read
+        if self.aggregation is not VariableAggregation.NONE:
+            given.append(f"aggregation={self.aggregation.name}")
+        given += ["trainable=False"] * (not self.trainable)
+        return f" ({', '.join(given)})" * bool(given)
 
     def __bool__(self) -> bool:
         return bool(self._value())

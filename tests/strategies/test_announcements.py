@@ -12,23 +12,28 @@ from tests.strategies.parameter_servers import strategy_on, together
 from tests.strategies.support import refusal
 
 
-def test_an_announcement_is_stored_until_all_have_requested_the_next_one():
+def test_an_announcement_is_stored_until_all_have_found_it():
     announced = KeyValueStore([3, 5])
     for number in range(4):
         announced.put(("action", number), bytes([number]))
     announced.put(("variable", 0), b"v")
     for number in range(4):
-        assert announced.get(3, ("action", number)) == bytes([number])
-        assert announced.get(3, ("action", number)) == bytes([number]), "asked for again"
+        assert announced.get(("action", number)) == bytes([number])
+        assert announced.get(("action", number)) == bytes([number]), "requested again"
+        announced.found(3, ("action", number))
     assert len(announced) == 5
-    assert announced.get(5, ("action", 2)) == b"\x02"
+    announced.found(5, ("action", 1))
     assert len(announced) == 3
     announced.leave(5)
-    assert len(announced) == 2
-    assert announced.get(3, ("action", 4)) is None
-    assert announced.get(3, ("variable", 0)) == b"v"
+    assert len(announced) == 1
+    assert announced.get(("action", 4)) is None
+    assert announced.get(("variable", 0)) == b"v"
     announced.put(("action", 4), b"4")
-    assert announced.get(3, ("action", 4)) == b"4"
+    assert announced.get(("action", 4)) == b"4"
+    announced.found(3, ("action", 4))
+    assert len(announced) == 1
+    announced.found(5, ("variable", 0))
+    assert len(announced) == 1, "of one that has left"
     announced.leave(3)
     announced.leave(3)
     announced.put(("action", 5), b"5")
@@ -72,7 +77,7 @@ def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
             with watched(strategy) as kept:
                 strategy.serve()
             assert len(kept) == 20
-            # Stored until a later one is requested: the next one may arrive before a request.
+            # The next one may arrive before the push of a worker that has found this one.
             assert max(kept) <= (2 if comm.size > 2 else 0)
             assert not READ_HERE
         else:

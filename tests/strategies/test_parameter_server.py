@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,14 @@ from collectives import (
     ShapeMismatchError,
 )
 from collectives.messaging.mailbox import Mailbox
-from strategies import InputOptions, ReduceOp, Variable, VariableAggregation, optimizers
+from strategies import (
+    InputOptions,
+    ReduceOp,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    optimizers,
+)
 from strategies.parameter_server import FixedShardsPartitioner, ParameterServerStrategy
 from tests.strategies.parameter_servers import (
     number_of,
@@ -142,6 +150,60 @@ def test_other_names_than_the_chiefs(comm):
             refusal(MismatchError, "in the same order", Variable, 1.0, name=names[0])
 
     run_workers(comm, 1, work)
+
+
+def test_other_rules_than_the_chiefs(comm):
+    """Else a worker's own variable of ON_READ would shift the numbers of those that follow."""
+    on_read, total = VariableSynchronization.ON_READ, VariableAggregation.SUM
+    pairs = [
+        ({"trainable": False}, {}),
+        ({"aggregation": total}, {"aggregation": VariableAggregation.MEAN}),
+        ({"aggregation": total}, {"aggregation": total, "synchronization": on_read}),
+        ({"aggregation": total, "synchronization": on_read}, {"aggregation": total}),
+    ]
+
+    def work(strategy):
+        for rules in pairs:
+            if strategy.is_chief:
+                Variable(1.0, **rules[0])
+            else:
+                refusal(MismatchError, "the chief's is Variable", Variable, 1.0, **rules[1])
+        own = Variable(number_of(strategy), **pairs[3][0])
+        return int(own.local), float(Variable(number_of(strategy) + 2.0).numpy())
+
+    for number, found in enumerate(run_workers(comm, 1, work)):
+        assert found == (number, 2.0)
+
+
+def test_other_optimizers_than_another_workers(comm):
+    """Their slots would be mixed on the servers; the learning rate is each worker's own."""
+    pairs = [
+        (optimizers.SGD, {"momentum": 0.5}, optimizers.SGD, {}),
+        (optimizers.SGD, {}, optimizers.Adam, {}),
+        (optimizers.Adam, {"clipnorm": 1.0}, optimizers.Adam, {"clipnorm": 2.0}),
+    ]
+
+    def work(strategy):
+        variable = Variable(1.0)
+        for own, settings, other, others in pairs:
+            if strategy.is_chief:
+                optimizer = own(1.0, **settings)
+                strategy.run(optimizer.apply_gradients, ([(0.0, variable)],))
+            together(strategy)
+            if not strategy.is_chief:
+                step = other(1.0, **others).apply_gradients
+                refusal(
+                    MismatchError,
+                    r"optimizer \d is .* on worker .* on worker 0 \(rank 1\)",
+                    strategy.run,
+                    partial(step, [(1.0, variable)]),
+                )
+                alike = own(2.0, **settings)
+                strategy.run(alike.apply_gradients, ([(0.0, variable)],))
+            together(strategy)
+        return float(variable.numpy())
+
+    assert set(run_workers(comm, 1, work)) == {1.0}
 
 
 def test_a_variable_that_the_chief_never_makes(comm):

@@ -194,6 +194,31 @@ def test_a_workers_own_variables_are_restored_and_calls_are_compared(comm, path)
 
 
 @pytest.mark.ranks(3, 4)
+def test_the_chief_alone_reads_the_file(comm, path):
+    """Else a worker would restore a newer one, or none, where the chief keeps one checkpoint."""
+
+    def work(strategy):
+        on_read = VariableSynchronization.ON_READ
+        table, scale, optimizer, _ = make()
+        own = Variable(7.0, synchronization=on_read, aggregation=VariableAggregation.SUM)
+        checkpoint = Checkpoint(table=table, own=own, optimizer=optimizer)
+        if strategy.is_chief:
+            steps(strategy, (table, scale), optimizer, [1, 2])
+        written = checkpoint.save(path)
+        own.assign(0.0)
+        if strategy.is_chief:
+            checkpoint.restore(path)
+            os.remove(written)
+        strategy.membership.group.barrier()
+        if not strategy.is_chief:
+            checkpoint.restore("of a worker, unused")
+        return float(own.numpy()), optimizer.iterations
+
+    results = run_workers(comm, 1, work)
+    assert results == [(7.0, 2)] * len(results)
+
+
+@pytest.mark.ranks(3, 4)
 def test_managers_start_with_the_chiefs_list(comm, path):
     """A late worker neither restores a newer checkpoint nor deletes it."""
     directory = os.path.dirname(path)

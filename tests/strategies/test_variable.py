@@ -85,7 +85,7 @@ def test_ranks_with_different_arrays_all_raise(there, elsewhere, error, aggregat
     def body(strategy):
         value = there if strategy.communicator.rank == 1 else elsewhere
         with strategy.scope():
-            match = "Variable 'w': the ranks' (shapes|dtypes) differ"
+            match = r"Variable 'w'( \(aggregation=\w+\))?: the ranks' (shapes|dtypes) differ"
             text = refusal(error, match, Variable, value, name="w", aggregation=aggregation)
             usable = Variable(strategy.communicator.rank + 1.0)
         return text, float(usable)

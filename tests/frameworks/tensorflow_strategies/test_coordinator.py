@@ -116,7 +116,7 @@ def test_training(tf, ds, comm):
             coordinator.schedule(tf.function(lambda: outside + 1.0))
         with strategy.scope():
             model.compile("sgd", "mse")
-        with pytest.raises(RuntimeError, match="trains on the workers of a cluster without chief"):
+        with pytest.raises(RuntimeError, match="work on the workers of a cluster without chief"):
             model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
         with strategy.scope():
             lazy = tf.keras.optimizers.Adam(0.1)

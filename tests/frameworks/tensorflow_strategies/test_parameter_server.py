@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from collectives import ShapeMismatchError
+from collectives import MismatchError, ShapeMismatchError
 from tests.frameworks.tensorflow_strategies.served import run_workers, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout_seconds(300)]
@@ -165,6 +165,56 @@ def test_workers_fit(tf, ds, comm, folder):
 
     results = run_workers(ds, comm, work, staleness=3)
     assert results[1] == results[2]
+
+
+@pytest.mark.ranks(3)
+def test_variables_of_other_names_or_rules_than_the_chiefs(tf, ds, comm, folder):
+    """Values of different variables would be exchanged; a worker's own ones are restored by it."""
+    on_read = {
+        "synchronization": tf.VariableSynchronization.ON_READ,
+        "aggregation": tf.VariableAggregation.SUM,
+    }
+    pairs = [
+        ({"name": "a"}, {"name": "b"}),
+        ({"trainable": False}, {}),
+        (on_read, {"aggregation": tf.VariableAggregation.SUM}),
+        ({"aggregation": tf.VariableAggregation.SUM}, on_read),
+    ]
+
+    def work(strategy):
+        rank = strategy._served.input_context.input_pipeline_id
+        with strategy.scope():
+            for pair in pairs:
+                if rank == 0:
+                    tf.Variable(1.0, **pair[0])
+                else:
+                    with pytest.raises(MismatchError, match="the chief's is variable"):
+                        tf.Variable(1.0, **pair[1])
+            own = tf.Variable(5.0 + rank, trainable=False, **on_read)
+            shared = [tf.Variable(number) for number in (1.0, 2.0, 3.0)]
+        checkpoints = [tf.train.Checkpoint(one=each) for each in shared]
+        of_own = tf.train.Checkpoint(own=own)
+        path = str(folder / f"of_names_{rank}")
+        written = of_own.write(path)
+        own.assign(0.0)
+        of_own.read(written)
+        file = str(folder / "of_names")
+        if rank == 0:
+            checkpoints[2].write(file)
+            shared[2].assign(0.0)
+        together(strategy)
+        if rank == 0:
+            checkpoints[1].read(file)
+            checkpoints[2].read(file)
+        else:
+            with pytest.raises(MismatchError, match=r"restore of .* but the chief restore of"):
+                checkpoints[2].read(file)
+            checkpoints[2].read(file)
+        together(strategy)
+        return float(own.numpy()), [float(each.numpy()) for each in shared]
+
+    results = run_workers(ds, comm, work)
+    assert results[1:] == [(5.0, [1.0, 3.0, 3.0]), (6.0, [1.0, 3.0, 3.0])]
 
 
 @pytest.mark.ranks(3)

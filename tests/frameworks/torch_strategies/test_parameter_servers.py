@@ -232,6 +232,13 @@ def test_an_optimizer_that_steps_another_one(torch, comm):
         together(strategy)
         with pytest.raises(ValueError, match="SGD was not given"):
             outer.inner.step()
+        # Neither is it permitted after an error inside the outer's step.
+        outer.inner, inner = None, outer.inner
+        with pytest.raises(AttributeError):
+            outer.step()
+        with pytest.raises(ValueError, match="SGD was not given"):
+            inner.step()
+        outer.inner = inner
         model.zero_grad()
         outer.step()
         np.testing.assert_allclose(values_of(model)[0], before - (comm.size - 1), atol=1e-6)
@@ -249,6 +256,21 @@ def test_an_optimizer_that_steps_another_one(torch, comm):
         else:
             work(strategy)
             strategy.shutdown()
+
+
+def test_models_of_other_sizes_than_the_chiefs(torch, comm):
+    def work(strategy):
+        features = 3 if strategy.is_chief else 2
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(features)))
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        if strategy.is_chief:
+            strategy.distribute(model, optimizer)
+        else:
+            text = "model of 4 parameters, 4 of them new.* but the chief .*6 parameters"
+            with pytest.raises(collectives.MismatchError, match=text):
+                strategy.distribute(model, optimizer)
+
+    run_workers(comm, 1, work)
 
 
 def test_checkpoints_hold_the_servers_values(torch, comm, tmp_path):
