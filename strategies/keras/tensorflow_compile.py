@@ -27,12 +27,14 @@ def install() -> None:
     @wraps(plain)
     def compile(model: Any, *args: Any, **kwargs: Any) -> None:
         training, strategy = training_of(model), model._distribute_strategy
-        if training is None or tf.distribute.get_strategy() is strategy:
+        made_here = hasattr(strategy, "array_strategy")
+        if not made_here or tf.distribute.get_strategy() is strategy:
             plain(model, *args, **kwargs)
             return
         with strategy.scope():
             plain(model, *args, **kwargs)
-        prepare(model, training)
-        permit_training(model, training)
+        if training is not None:
+            prepare(model, training)
+            permit_training(model, training)
 
     Trainer.compile = compile

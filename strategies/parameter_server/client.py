@@ -7,7 +7,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Number
+from numbers import Real
 from typing import TYPE_CHECKING, TypeAlias
 
 from collectives.messaging.rpc import PendingAnswer
@@ -47,6 +47,8 @@ class Client:
         self._rpc, self._memory, self._same_node = rpc, memory, same_node
         self.is_chief = is_chief
         self._optimizers: dict[int, tuple[int, Optimizer]] = {}
+        self._compared: set[int] = set()
+        """The numbers of optimizers that equal those of other workers."""
         self._mapped: dict[int, MappedArray | None] = {}
         self._pushed: Counter[int] = Counter()
         self._unfenced: set[int] = set()
@@ -57,20 +59,22 @@ class Client:
         The first use raises MismatchError where another worker's has another rule, or other numbers
         than the learning rate.
         """
-        made = self._optimizers.get(id(optimizer))
-        if made is None:
-            made = len(self._optimizers), optimizer
-            arguments = made[0], _settings_of(optimizer)
-            with self._rpc.lock:
+        with self._rpc.lock:
+            # The optimizer is kept, so that its id stays its own. One that is refused is counted,
+            # as on the other workers.
+            made = self._optimizers.setdefault(id(optimizer), (len(self._optimizers), optimizer))
+            number = made[0]
+            if number not in self._compared:
+                arguments = number, _settings_of(optimizer)
                 request = self._rpc.request(0, Request("compare_optimizer", None, arguments))
                 self._rpc.endpoint.results([request], "comparing optimizers")
-            # The optimizer is kept, so that its id stays its own.
-            self._optimizers[id(optimizer)] = made
-        return made[0]
+                self._compared.add(number)
+        return number
 
     def adopt(self, optimizer: Optimizer, number: int) -> None:
         """Use another worker's number for an optimizer."""
         self._optimizers[id(optimizer)] = number, optimizer
+        self._compared.add(number)
 
     # Pulls
 
@@ -233,9 +237,9 @@ def _settings_of(optimizer: Optimizer) -> str:
     rule = optimizer.rule
     limits = {"clipnorm": optimizer.clipnorm, "global_clipnorm": optimizer.global_clipnorm}
     numbers = {
-        name: value
+        name: value if isinstance(value, bool) else float(value)
         for name, value in {**vars(rule), **limits}.items()
-        if isinstance(value, Number) and name != "learning_rate"
+        if isinstance(value, Real) and name != "learning_rate"
     }
     given = ", ".join(f"{name}={value}" for name, value in numbers.items())
     return f"{type(rule).__name__}({given})"

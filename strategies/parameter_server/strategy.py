@@ -186,12 +186,6 @@ class ParameterServerStrategy(Strategy):
             return super().store(value, what)
         return self.worker.store(value, what)
 
-    def mirror(self, value: Array, what: str) -> Array:
-        """The value itself, which is this worker's own. Raises as `store`."""
-        if not (self._keeps_its_own or self._serves_chief):
-            self.worker.compare(value, what)
-        return value
-
     def complete(self, variable: Variable) -> None:
         """A variable in parts is a `ShardedVariable`."""
         if isinstance(variable.storage, SplitStorage):

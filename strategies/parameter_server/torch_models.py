@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from collectives import MismatchError
 from collectives.arrays.tensors import from_torch
 from strategies.core.storage import assign
 from strategies.core.values import Array
 from strategies.foreign.distributed import permit
+from strategies.parameter_server.requests import VariableInfo
 from strategies.parameter_server.storage import ServedStorage
 from strategies.parameter_server.worker import Worker
 from strategies.replication.replication import Replication
@@ -80,11 +82,7 @@ def distribute(
     refuse_apart(model, weighted=False)
     # A model may share parameters with others.
     known = {number: each for other in _models_of(worker) for number, each in other.served.items()}
-    _begin_as_chief(worker, model, known)
-    served = {
-        id(parameter): known.get(id(parameter)) or _serve(worker, name, parameter)
-        for name, parameter in model.named_parameters()
-    }
+    served = _begin_as_chief(worker, model, known)
     _pull(worker, list(served.values()))
     for each in optimizers:
         if each in _hooks:
@@ -143,32 +141,40 @@ def _refuse_others(optimizer: Any, *_: Any) -> None:
             )
 
 
-def _serve(worker: Worker, name: str, parameter: Any) -> _Served:
-    return _Served(parameter, worker.store(from_torch(parameter, name), f"distribute: {name}"))
-
-
-def _begin_as_chief(worker: Worker, model: Any, known: Mapping[int, _Served]) -> None:
-    """Make the chief's values of known parameters count, and copy its buffers.
+def _begin_as_chief(worker: Worker, model: Any, known: Mapping[int, _Served]) -> dict[int, _Served]:
+    """The served parameters; the chief's values of them, and of the buffers, count.
 
     Buffers are each worker's own from then on. MismatchError where a worker's model has other
-    numbers of parameters or buffers.
+    parameters or buffers, which no later call then finds in place of its own.
     """
-    parameters = list(map(id, model.parameters()))
-    buffers = [from_torch(each, name) for name, each in model.named_buffers()]
+    served = {id(each): known[id(each)] for each in model.parameters() if id(each) in known}
+    new = {name: each for name, each in model.named_parameters() if id(each) not in known}
+    arrays = {name: from_torch(each, name) for name, each in new.items()}
+    buffers = {name: from_torch(each, name) for name, each in model.named_buffers()}
 
-    def values() -> list[Array]:
-        for number in parameters:
-            if number in known:
-                known[number].storage.change(assign, known[number].array().copy())
-        return buffers
+    def act() -> tuple[list[VariableInfo], dict[str, Array]]:
+        for each in served.values():
+            each.storage.change(assign, each.array().copy())
+        return [worker.create(array, name) for name, array in arrays.items()], buffers
 
-    new = sum(number not in known for number in parameters)
     what = (
-        f"distribute of a model of {len(parameters)} parameters, {new} of them new, and"
+        f"distribute of a model of {len(new)} new parameters, {len(served)} others and"
         f" {len(buffers)} buffers"
     )
-    for own, given in zip(buffers, worker.chief_first(values, what), strict=True):
-        own[...] = given
+    made, values = worker.chief_first(act, what)
+    for info, (name, array) in zip(made, arrays.items(), strict=True):
+        storage = worker.storage_of(info, array, name)
+        served[id(new[name])] = _Served(new[name], storage)
+    kinds = [_kinds_of(each) for each in (values, buffers)]
+    if kinds[0] != kinds[1]:
+        raise MismatchError(f"distribute: the chief's buffers are {kinds[0]}, not {kinds[1]}")
+    for name, array in buffers.items():
+        array[...] = values[name]
+    return served
+
+
+def _kinds_of(arrays: Mapping[str, Array]) -> str:
+    return ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in arrays.items())
 
 
 def _pull(worker: Worker, served: list[_Served]) -> None:

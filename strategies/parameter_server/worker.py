@@ -71,19 +71,15 @@ class Worker:
         ShapeMismatchError, DtypeMismatchError or MismatchError where the chief's is another,
         DeadlineExceededError where it isn't made in time, RankFailedError where the chief has left.
         """
-        return stored(self.client, (self._create if self._is_chief else self._find)(value, what))
-
-    def compare(self, value: Array, what: str) -> None:
-        """Make a variable of which each worker has its own value. Raises as `store`."""
         if self._is_chief:
-            self._announce(
-                "variable", VariableInfo(what, value.shape, value.dtype, (), split=False)
-            )
+            info = self.create(value, what)
+            self._announce("variable", info)
         else:
-            self._find(value, what)
+            info = self._find_announced("variable", what)
+        return self.storage_of(info, value, what)
 
-    def _create(self, value: Array, what: str) -> VariableInfo:
-        """Put a variable onto the servers, and announce it."""
+    def create(self, value: Array, what: str) -> VariableInfo:
+        """As the chief: put a variable onto the servers."""
         number = 1
         if not self._placement.colocating:
             number = count_of_parts(self._partitioner, value.shape, value.dtype)
@@ -102,12 +98,10 @@ class Worker:
                 ShardInfo(shard, server, part.shape, part.dtype, address)
                 for (shard, server), part, (address, _) in zip(places, parts, made, strict=True)
             )
-            info = VariableInfo(what, value.shape, value.dtype, shards, number > 1)
-            self._announce("variable", info)
-        return info
+        return VariableInfo(what, value.shape, value.dtype, shards, number > 1)
 
-    def _find(self, value: Array, what: str) -> VariableInfo:
-        info: VariableInfo = self._find_announced("variable", what)
+    def storage_of(self, info: VariableInfo, value: Array, what: str) -> ServedStorage:
+        """The storage of a variable that the chief has created. Raises as `store`."""
         chiefs, own = (f"{each.dtype} of shape {each.shape}" for each in (info, value))
         text = f"{what}: the chief's is {info.what}, {chiefs}; this worker's is {own}"
         if info.shape != value.shape:
@@ -118,7 +112,7 @@ class Worker:
             raise MismatchError(
                 f"{text}: all workers must make the same models and variables in the same order"
             )
-        return info
+        return stored(self.client, info)
 
     def colocate_with(self, storage: Storage) -> AbstractContextManager[None]:
         """Within it variables are put where this one is."""
@@ -143,7 +137,8 @@ class Worker:
     def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
         """The outcome of the chief's action, on all workers; MismatchError where `what` differs."""
         if not self._is_chief:
-            chiefs, outcome, failure = self._find_announced("action", "an action of the chief's")
+            found = self._find_announced("action", what or "an action of the chief's")
+            chiefs, outcome, failure = found
             if failure is not None:
                 raise rebuild(failure)
             if what and chiefs and what != chiefs:

@@ -124,7 +124,7 @@ class ServedExtended(CollectiveExtended):
         on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
 
         def mirror(value: Any) -> Any:
-            return self.exchange.serve(place, value, what, own=on_read)
+            return value if on_read else self.exchange.serve(place, value, what)
 
         variable = variables.create(
             self._container_strategy(), self._device, mirror, next_creator, CLASSES, **kwargs

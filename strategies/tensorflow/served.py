@@ -148,22 +148,18 @@ class Exchange:
         variable.place, variable.exchange = place, self
         self._variables.append(weakref.ref(variable))
 
-    def serve(self, place: Place, value: Any, what: str, *, own: bool = False) -> Any:
-        """Put a new variable onto the servers, and return the chief's value; `own`: this worker's.
+    def serve(self, place: Place, value: Any, what: str) -> Any:
+        """Put a new variable onto the servers, and return the chief's value of it.
 
-        Raises TypeError for a dtype without arithmetic, unless `own`.
+        Raises TypeError for a dtype without arithmetic.
         """
         if value.dtype in (tf.string, tf.resource, tf.variant):
-            if own:
-                return value
             raise TypeError(
                 f"{what} has dtype {value.dtype.name}: variables on parameter servers are of"
                 " numbers or bool; create others outside of the scope, or ON_READ"
             )
 
         def call(array: Array) -> list[Array]:
-            if own:
-                return [self._arrays.mirror(array, what)]
             stored = self._arrays.store(np.array(array), what)
             if not isinstance(stored, ServedStorage):
                 return [array]

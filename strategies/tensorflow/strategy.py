@@ -46,8 +46,13 @@ class Strategy(tf.distribute.Strategy):
         normalizes over the rows of all replicas.
         """
         scope = super().scope()
+        if "keras" not in sys.modules:
+            return scope
+        from strategies.keras import tensorflow_compile
+
+        tensorflow_compile.install()
         together = self.communicator.size > 1 and self.array_strategy.steps_together
-        return self._with_keras(scope) if together and "keras" in sys.modules else scope
+        return self._with_keras(scope) if together else scope
 
     @contextmanager
     def _with_keras(self, scope: AbstractContextManager[Any]) -> Iterator[Any]:
@@ -67,11 +72,10 @@ class Strategy(tf.distribute.Strategy):
 
         Kept, since TensorFlow enters the scope for each `run` and each batch.
         """
-        from strategies.keras import tensorflow_compile, tensorflow_predictions
+        from strategies.keras import tensorflow_predictions
         from strategies.keras.training import Training
 
         saving.install_for_keras()
-        tensorflow_compile.install()
         tensorflow_predictions.install()
         return Training(self, reduces=False)
 
