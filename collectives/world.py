@@ -81,6 +81,7 @@ def given(comm: Communicator | None) -> Communicator:
 
 def _start_seconds(deadline: Any) -> float:
     """How long the start may take; a wrong deadline is refused after it, on all ranks."""
-    if deadline is None:
-        return _FOREVER
-    return deadline if isinstance(deadline, int | float) and deadline > 0 else DEFAULT_DEADLINE
+    try:
+        return min(check_deadline(deadline) or _FOREVER, _FOREVER)
+    except (TypeError, ValueError):
+        return DEFAULT_DEADLINE

@@ -67,7 +67,8 @@ def main(limit: float = _LIMIT, *, links: bool = False) -> int:
     does.
     """
     launcher = find_launcher(os.environ)
-    report = Report(prints=launcher.rank == 0)
+    # A number beyond the last one is a mistake that no other process reports.
+    report = Report(prints=launcher.rank == 0 or launcher.rank >= launcher.size)
     report_python(report)
     findings = report_gpu(report)
     report_extras(report)

@@ -23,7 +23,8 @@ def find_tasks(environment: Mapping[str, str]) -> Tasks:
         )
     first = f"rank 0 ({launch.host}:{launch.port})"
     names = (first, *(f"rank {rank}" for rank in range(1, launch.size)))
-    return Tasks(launch.rank, names, launch.host, launch.port, f"WORLD_SIZE={launch.size}")
+    size = f"WORLD_SIZE={launch.size}"
+    return Tasks(launch.rank, names, launch.host, launch.port, size, refuses_late=False)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,9 @@ def _run(program: list[str], *, as_module: bool) -> None:
     # It stays the main module when the script has ended: functions of `atexit` may pickle objects
     # of its classes.
     module = sys.modules["__main__"] = ModuleType("__main__")
-    module.__file__ = path
-    with io.open_code(str(Path(path).resolve())) as file:
+    # Absolute, as Python's own: the program may change the working directory.
+    path = module.__file__ = os.path.abspath(path)
+    with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(module))
 

@@ -46,6 +46,7 @@ class TaskServer:
     def __init__(self, tasks: Tasks, secret: str, *, insecure: bool) -> None:
         """Listen; LaunchError if that is impossible, or would let strangers in."""
         self._tasks, self._secret, self.host = tasks, secret, tasks.host
+        self.refuses_late = tasks.refuses_late
         self._values: dict[str, bytes] = {}
         self._peers: dict[int, str] = {}
         self._arrived: set[int] = set()

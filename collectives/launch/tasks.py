@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Tasks:
     """The same text on all ranks, unless they have been started for different clusters."""
     hosts: frozenset[str] = frozenset()
     """The hosts of all ranks, if known."""
+    refuses_late: bool = True
+    """Whether rank 0's port stays open once all tasks have arrived, to refuse those that come late.
+
+    torch's store needs the port otherwise.
+    """
 
     @property
     def size(self) -> int:
@@ -59,7 +65,7 @@ class Tasks:
 
 def prove(secret: str, side: str, *words: str) -> str:
     """What only a process with the secret can compute, for random words of both sides."""
-    return hmac.new(secret.encode(), json.dumps((side, *words)).encode(), "sha256").hexdigest()
+    return hmac.new(os.fsencode(secret), json.dumps((side, *words)).encode(), "sha256").hexdigest()
 
 
 def is_proof(given: object, secret: str, side: str, *words: str) -> bool:

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import NamedTuple
 
@@ -60,10 +60,11 @@ def _await_end(connection: socket.socket, rank: int) -> None:
         line = ""
     words = dict(word.split("=", 1) for word in line.split() if "=" in word)
     culprit = words.get("rank")
-    if culprit is None:
-        os.write(2, f"rank {rank} ends, because the server of PMI has ended\n".encode())
-    elif culprit != str(rank):
-        os.write(2, f"rank {rank} ends, because rank {culprit} has ended\n".encode())
+    ended = "the server of PMI" if culprit is None else f"rank {culprit}"
+    if culprit != str(rank):
+        # Nothing may read it any more.
+        with suppress(OSError):
+            os.write(2, f"rank {rank} ends, because {ended} has ended\n".encode())
     os._exit(int(words.get("exitcode", "1")) & 0xFF or 1)
 
 

@@ -54,6 +54,8 @@ class Listening(Protocol):
     host: str
     """The name or address by which all ranks reach it."""
     socket: socket.socket
+    refuses_late: bool
+    """Whether it stays open once all ranks have connected, to refuse those that come late."""
 
     def stop(self) -> None:
         """Accept no further connections in this process."""
@@ -121,9 +123,11 @@ class Exchange:
         It ends with rank 0, or when its input is closed before all ranks are connected.
         """
         session = secrets.token_hex(8)
-        inherited = [self._listening.socket.fileno()] if self._listening else []
+        listening = self._listening
+        inherited = [listening.socket.fileno()] if listening else []
+        late = ["refuses_late"] if listening and listening.refuses_late else []
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", _SERVER, *map(str, inherited)],
+            [sys.executable, "-I", "-S", _SERVER, *map(str, inherited), *late],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

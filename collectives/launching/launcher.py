@@ -136,9 +136,9 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
     launcher = find_launcher(environment)
     if mpi.COMM_WORLD.size > 1 or environment.get(ALLOW_SINGLETON) == "1":
         return
+    if launcher.variable in ("", _TORCH[0]) and _is_malformed(environment):
+        raise torch_variables_refused(environment)
     if launcher.size == 1:
-        if not launcher.variable and _is_malformed(environment):
-            raise torch_variables_refused(environment)
         return
     library = library_name(mpi).partition(",")[0]
     raise LaunchError(
@@ -153,8 +153,10 @@ def _is_malformed(environment: Mapping[str, str]) -> bool:
     """Whether something has set torchrun's variables, and one of them is no number or absent."""
     if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
         return False
-    given = any(name in environment for name in _TORCH)
-    return given and _number(environment, "WORLD_SIZE") != 1
+    rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is not None and size is not None:
+        return rank >= size
+    return any(name in environment for name in _TORCH) and size != 1
 
 
 def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) -> str:

@@ -4,10 +4,10 @@ It is a program, `python -I -S pmi_server.py`, that imports nothing of the packa
 because rank 0 waits for its start. It can't be a thread of rank 0: MPI_Init and MPI_Finalize keep
 Python's lock.
 
-Its only argument, if any, is the descriptor of a socket that listens already, and does so until the
-first rank ends, to refuse late tasks. stdin has five lines: the token, the address to listen on,
-the number of ranks, the seconds of the start, and PMI_process_mapping. It stays open while rank 0
-runs. stdout receives the port.
+Arguments: the descriptor of a socket that listens already, and "refuses_late" if it does so until
+the first rank ends. stdin has five lines: the token, the address to listen on, the number of ranks,
+the seconds of the start, and PMI_process_mapping; it stays open while rank 0 runs. stdout receives
+the port.
 
 A connection begins with a line of the client. Each rank has two, "TOKEN RANK pmi" and "TOKEN RANK
 end". When all ranks have both, the first one receives "ok", or "absent RANK …" or "failed RANK"
@@ -90,6 +90,8 @@ class Client:
 class Server:
     """The server of one world; `run` returns when it has ended."""
 
+    refuses_late = False  # whether the port stays open for late ranks
+
     def __init__(
         self,
         token: str,
@@ -99,20 +101,17 @@ class Server:
         mapping: str,
         listener: socket.socket | None = None,
     ) -> None:
-        self._token, self._size = token.encode(), size
-        self._limit = time.monotonic() + seconds
+        self._token, self._size, self._limit = token.encode(), size, time.monotonic() + seconds
         # MPICH names shared memory by it: a killed world leaves its memory behind.
         self._name = f"kvs_{os.urandom(8).hex()}"
         self._values = {"PMI_process_mapping": mapping} if mapping else {}
-        self._refuses = listener is not None
-        if listener is None:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, 0), family=family, backlog=size + _STRANGERS)
-        listener.setblocking(False)  # a connection may be there no longer
-        self._listener = listener
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = listener or socket.create_server(
+            (host, 0), family=family, backlog=size + _STRANGERS
+        )
+        self._listener.setblocking(False)  # a connection may be there no longer
         self.port: int = self._listener.getsockname()[1]
-        each = [(rank, kind) for rank in range(size) for kind in _KINDS]
-        self._expected = {f"{rank} {kind}": (rank, kind) for rank, kind in each}
+        self._expected = {f"{rank} {kind}": (rank, kind) for rank in range(size) for kind in _KINDS}
         self._clients: dict[int, Client] = {}
         self._poll = select.poll()
         self._in_barrier: list[Client] = []
@@ -160,7 +159,7 @@ class Server:
                     return False
             self._drop_the_silent()
         self._poll.unregister(lifeline)
-        if not self._refuses:
+        if not self.refuses_late:
             self._stop_listening()
         self._send_all("ok")
         return True
@@ -289,6 +288,7 @@ def main() -> None:
     except OSError as error:
         os.write(1, f"{error}\n".encode())
         return
+    server.refuses_late = "refuses_late" in sys.argv
     os.write(1, f"{server.port}\n".encode())
     if os.fork():
         os._exit(0)

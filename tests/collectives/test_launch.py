@@ -402,6 +402,42 @@ def dump(): sys.stdout.write("pickled\\n" if pickle.dumps(Kept()) else "")
 """
 
 
+AFTER_CHDIR = """# the first line
+import os, sys, time
+import collectives
+comm = collectives.world(deadline=float("inf"))
+os.chdir("/")
+sys.stdout.write(open(__file__).readline())
+sys.stdout.flush()
+unread, errors = os.pipe()
+os.dup2(errors, 2)
+os.close(errors)
+os.close(unread)
+comm.barrier()
+if comm.rank:
+    os.kill(os.getpid(), 9)
+time.sleep(40)
+print("it lives")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_whose_errors_nothing_reads_ends_with_the_others(tmp_path):
+    """Of a program that has changed its working directory."""
+    if is_open_mpi(find_mpirun()):
+        pytest.skip("only MPICH can start without mpirun")
+    (tmp_path / "program.py").write_text(AFTER_CHDIR)
+    command = f"{sys.executable} -m collectives.launch --timeout 30 program.py"
+    line = f"cd {tmp_path}; RANK=1 {command} & RANK=0 {command}; wait"
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ended = run_launcher(["sh", "-c", line], variables, timeout=30)
+    assert ended.stdout == "# the first line\n" * 2, ended.stderr
+
+
+def test_a_secret_may_be_any_bytes():
+    assert prove("\udcff", "task") != prove("\udcfe", "task")
+
+
 @pytest.mark.slow
 def test_a_program_started_by_torchs_variables(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)

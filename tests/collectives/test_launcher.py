@@ -107,6 +107,8 @@ def test_variables_of_torchrun_that_can_not_be_read_are_refused(monkeypatch):
         ("RANK", "$(JOB_COMPLETION_INDEX)"),
         ("RANK", "-1"),
         ("RANK", None),
+        ("RANK", "2"),
+        ("WORLD_SIZE", "1"),
         ("WORLD_SIZE", "two"),
     ]:
         wrong = {key: text for key, text in (given | {name: value}).items() if text is not None}

@@ -10,13 +10,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from collectives import DeadlineExceededError, LaunchError
-from collectives.launching import hosts, start
+from collectives.launching import ending, hosts, start
 from collectives.launching.exchange import Exchange
 from collectives.launching.hosts import Host, listening_address, process_mapping
 from collectives.launching.launcher import check_launch, find_torch_launch, started_by_mpi
+from collectives.waiting.wait_policy import DEFAULT_DEADLINE
+from collectives.world import _FOREVER, _start_seconds
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -117,7 +120,8 @@ def connect(store, size, seconds=20.0, absent=(), *, rank_0_is_last=False, sizes
                 assert store.joined.acquire(timeout=10)
         try:
             of = sizes[rank] if sizes else size
-            return Exchange(store, rank, of, seconds).connect("127.0.0.1")
+            limit = seconds[rank] if isinstance(seconds, tuple) else seconds
+            return Exchange(store, rank, of, limit).connect("127.0.0.1")
         except Exception as error:
             return error
 
@@ -165,7 +169,7 @@ def test_ranks_of_worlds_of_different_sizes_are_an_error_on_all(monkeypatch):
     from collectives.launching import exchange
 
     monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
-    for sizes, seconds in (((2, 3), 20.0), ((2, 2, 3), 0.6)):
+    for sizes, seconds in (((2, 3), 20.0), ((2, 2, 3), (20.0, 20.0, 1.5))):
         errors = connect(Store(), len(sizes), seconds, sizes=sizes)
         surplus = len(sizes) == 3
         for rank in (2,) if surplus else (0, 1):
@@ -321,6 +325,33 @@ def test_advice_for_worlds_of_one_rank_under_torchrun(name, environment, advice)
         check_launch(library(name), environment)
     assert "2 processes were started (WORLD_SIZE=2), but MPI sees a world" in str(caught.value)
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "seconds"),
+    [
+        (float("inf"), _FOREVER),
+        (1e14, _FOREVER),
+        (None, _FOREVER),
+        (np.float32(4), 4.0),
+        (-1, DEFAULT_DEADLINE),
+        ("4", DEFAULT_DEADLINE),
+    ],
+)
+def test_the_start_takes_at_most_the_deadline(deadline, seconds):
+    """A wrong one is refused after the start, on all ranks."""
+    assert _start_seconds(deadline) == seconds
+
+
+def test_a_rank_ends_though_nothing_reads_its_errors(monkeypatch):
+    codes, (mine, others) = [], socket.socketpair()
+    others.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "_exit", codes.append)
+        patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError()))
+        ending._await_end(mine, 0)
+    mine.close()
+    assert codes == [1]
 
 
 @pytest.mark.parametrize("launch", ["rank 1 of 2 at here:29500", "rank 0 of 2"])

@@ -51,10 +51,11 @@ class Rank:
 
 
 @contextmanager
-def served(size, seconds=20.0, listener=None):
+def served(size, seconds=20.0, listener=None, *, refuses_late=False):
     """The port of a server; it must have ended soon after the block."""
     lifeline, alive = os.pipe()
     server = Server(TOKEN, "127.0.0.1", size, seconds, MAPPING, listener)
+    server.refuses_late = refuses_late
     thread = threading.Thread(target=server.run, args=(lifeline,))
     thread.start()
     try:
@@ -178,7 +179,7 @@ def test_strangers_are_bounded_and_late_tasks_answered_until_the_first_rank_ends
 ):
     monkeypatch.setattr(pmi_server, "_HELLO_SECONDS", 60.0)
     listener = socket.create_server(("127.0.0.1", 0))
-    with served(2, listener=listener) as port:
+    with served(2, listener=listener, refuses_late=True) as port:
         ranks = connected(port, 2) if started else []
         strangers = [Rank(port) for _ in range(4 + pmi_server._STRANGERS + 2)]
         assert [each.read() for each in strangers[:2]] == ["", ""]
@@ -198,6 +199,15 @@ def test_strangers_are_bounded_and_late_tasks_answered_until_the_first_rank_ends
         close(ranks)
         assert [each.read() for each in strangers[3:]] == [""] * len(strangers[3:])
         close([task, *strangers])
+
+
+def test_the_port_is_free_once_all_ranks_are_connected():
+    """For the program: torch's store listens there."""
+    with served(2, listener=socket.create_server(("127.0.0.1", 0))) as port:
+        ranks = connected(port, 2)
+        wait_until_refused(port)
+        socket.create_server(("127.0.0.1", port)).close()
+        close(ranks)
 
 
 def test_absent_ranks_are_named_at_the_deadline():

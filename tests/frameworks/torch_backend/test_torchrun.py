@@ -59,6 +59,21 @@ def test_a_script_needs_nothing_but_torchrun(torchrun):
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["collectives", "gloo"])
+def test_the_launch_command_leaves_torch_its_port(tmp_path, backend):
+    """Rank 0 served the start there; then torch's store listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    command = f"{sys.executable} -m collectives.launch --timeout 30 {USER} {backend}"
+    line = f"RANK=1 {command} & RANK=0 {command}; wait"
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables["PYTHONPATH"] = entry_point(tmp_path)
+    ended = run_launcher(["sh", "-c", line], variables, timeout=LIMIT)
+    assert "2 ranks: 3.0" in ended.stdout, ended.stderr
+
+
 RESTARTED = r"""
 import os, sys
 import numpy as np
