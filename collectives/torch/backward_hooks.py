@@ -127,12 +127,11 @@ class BackwardHooks:
         self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap, late=late)
         if self._weighted:
             try:
-                self._round.weigh(weight, self._accumulated.weights)
+                self._weighed = self._round.weigh(weight, self._accumulated.weights)
             except BaseException:
                 self._reset()
                 raise
-            self._weighed = weight or 0.0
-            if weight == 0:
+            if self._weighed == 0:
                 self._accumulated.keys.update(self._reduced)
         return self._round
 

@@ -20,7 +20,7 @@ from collectives.torch.parameters import (
     refuse_differences,
     refuse_second,
 )
-from collectives.torch.reduction_round import GradientError, Reason
+from collectives.torch.reduction_round import GradientError, Reason, number_of
 
 __all__ = ["GradientError", "GradientReducer"]
 
@@ -173,7 +173,7 @@ class GradientReducer(BackwardHooks):
                 raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
             # Backwards within a backward that brought no gradient of its own.
             self._end()
-        elif self._accumulated.keys or (self._weighted and self.weight == 0):
+        elif self._accumulated.keys or (self._weighted and number_of(self.weight) == 0):
             self._begin_outside(late)
             self._end()
         elif late and optimizer is not None and optimizer in self._refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,6 +11,8 @@ from typing import Any
 _CLOSING = "closing"
 _PROPOSALS, _DECISION = "proposals to close", "decision to close"
 _POLL_SECONDS = 1e-3
+_PAUSE_SECONDS = 0.1
+"""The longest time between two groups that one call closes."""
 
 
 class Members:
@@ -17,6 +20,9 @@ class Members:
 
     The keys of a group that an earlier attempt of the job created begin with another `session`.
     """
+
+    _gave_up = -math.inf
+    """When this process last waited in vain for others to close a group."""
 
     def __init__(self, store: Any, rank: int, size: int, session: str) -> None:
         self._store, self._rank, self._size, self._session = store, rank, size, session
@@ -39,12 +45,16 @@ class Members:
                     f" {given}. All ranks must give the same lists to new_group, in the same order"
                 )
 
+    def end(self) -> None:
+        """Announce that this member makes no call any more."""
+        self._store.set(self._key(f"closed by {self._rank}"), "")
+
     def begin_closing(self) -> None:
-        """Announce that this member makes no call any more. A second call does nothing."""
+        """Announce that this member closes the group. A second call does nothing."""
         if not self._closes:
             self._closes = True
-            self._store.set(self._key(f"closed by {self._rank}"), "")
             self._store.add(self._key(_CLOSING), 1)
+            self.end()
 
     def have_closed(self, rank: int | None) -> bool:
         """Whether a member makes no call any more; None: whether all others make none."""
@@ -57,16 +67,23 @@ class Members:
             return False
 
     def all_close(self, seconds: float) -> bool:
-        """Whether every member has announced it within that time: the same for all members.
+        """Whether every member closes it within that time: the same for all members.
 
         A member that arrives later must not close what the others keep: it would wait for them.
+        Several groups that are closed one after the other wait once. Where the others' programs
+        have ended it doesn't wait.
         """
-        limit = time.monotonic() + seconds
-        while self._store.add(self._key(_CLOSING), 0) < self._size:
-            if time.monotonic() > limit:
+        began = time.monotonic()
+        limit = began + (seconds if began > Members._gave_up + _PAUSE_SECONDS else 0)
+        while True:
+            # In this order: members announce that they close before they make no call any more.
+            gone = self.have_closed(None)
+            if self._store.add(self._key(_CLOSING), 0) == self._size:
+                return self._decide("yes")
+            if gone or time.monotonic() > limit:
+                Members._gave_up = time.monotonic()
                 return self._decide("no")
             time.sleep(_POLL_SECONDS)
-        return self._decide("yes")
 
     def _decide(self, proposal: str) -> bool:
         """The first member's proposal holds for all."""

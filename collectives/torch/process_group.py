@@ -280,7 +280,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         """Make the calls that are pending, and no call any more."""
         self._queue.drain()
         self._messages.finish_sends(_SHUTDOWN_SECONDS)
-        self._members.begin_closing()
+        self._members.end()
 
     def shutdown(self) -> None:
         """Complete pending calls, then close what the other ranks close too.
@@ -288,6 +288,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         If they do not within a few seconds, the end of the program does.
         """
         self.complete()
+        self._members.begin_closing()
         if not self._comm.closed and self._members.all_close(_SHUTDOWN_SECONDS):
             self._comm.close()
             self._messages.close()

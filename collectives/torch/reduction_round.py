@@ -8,6 +8,7 @@ error, and the next round begins in step.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -51,6 +52,14 @@ class GradientError(CollectiveError):
     """Gradients couldn't be reduced, for a reason on one rank; raised on every rank."""
 
 
+def number_of(weight: Any) -> float:
+    """A weight as a number, such as of a tensor with one element; NaN where it is none."""
+    try:
+        return math.nan if isinstance(weight, str | bytes) else float(weight)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
 class Round:
     """The calls of one reduction, and the gradients that have arrived for it."""
 
@@ -84,17 +93,18 @@ class Round:
         """Whether an exception has ended a backward that brought gradients."""
         return any(callback() is None for callback in self.backwards.values())
 
-    def weigh(self, weight: float | None, earlier: Sequence[Any]) -> None:
-        """Sum the ranks' weights. Collective, as are all methods from here on.
+    def weigh(self, weight: Any, earlier: Sequence[Any]) -> float:
+        """Sum the ranks' weights; this rank's as a number. Collective, as are all methods below.
 
         Logs a warning where `earlier` ones, of backwards whose gradients were added to the last
-        one's, differ. Raises GradientError, on every rank, for a weight that is None, negative or
-        not finite.
+        one's, differ. Raises GradientError, on every rank, for a weight that is no number, negative
+        or not finite.
         """
-        wrong = weight is None or not 0 <= weight < np.inf
-        reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
-        given = [float(each) for each in earlier]
-        if given and weight is not None and not np.allclose(given, float(weight)):
+        number = number_of(weight)
+        wrong = not 0 <= number < np.inf
+        reason = f"weight={weight!r}: must be set before each backward that reduces, a number ≥ 0"
+        given = [number_of(each) for each in earlier]
+        if given and not wrong and not np.allclose(given, number):
             # No error: a program may have dropped those gradients.
             log.warning(
                 "weight=%s counts for all gradients that this reduction adds up, also those within"
@@ -102,7 +112,7 @@ class Round:
                 weight,
                 ", ".join(map(str, earlier)),
             )
-        total = np.array([0 if wrong else weight, self.late], np.float64)
+        total = np.array([0 if wrong else number, self.late], np.float64)
         try:
             if wrong:
                 self._comm.barrier(_REFUSED + reason)
@@ -112,7 +122,8 @@ class Round:
             raise self._translated(error) from None
         self.some_late = bool(total[1])
         # Without any sample the mean is not defined: zeros.
-        self._scale = (weight or 0) / total[0] if total[0] else 0.0
+        self._scale = number / total[0] if total[0] else 0.0
+        return number
 
     def arrive(self, bucket: int) -> None:
         """A gradient of that bucket: start to reduce those that are complete, in their order.

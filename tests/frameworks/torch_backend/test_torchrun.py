@@ -1,9 +1,11 @@
 """The start of MPI through torch's store: torchrun, its restarts, torch.multiprocessing."""
 
 import importlib.util
+import math
 import socket
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,26 @@ def test_a_new_attempt_does_not_see_the_end_of_the_earlier_one(torch):
     second = Members(store, 0, 2, "second")
     second.begin_closing()
     assert not second.all_close(0.05)
+    # The next group of the same call doesn't wait again.
+    third = Members(store, 0, 2, "third")
+    third.begin_closing()
+    began = time.monotonic()
+    assert not third.all_close(20)
+    assert time.monotonic() - began < 10
+
+
+def test_a_group_whose_other_members_have_ended_is_not_closed(torch, monkeypatch):
+    """Its close would wait for them."""
+    from collectives.torch.members import Members
+
+    monkeypatch.setattr(Members, "_gave_up", -math.inf)
+    mine, gone = (Members(torch.distributed.HashStore(), rank, 2, "") for rank in (0, 1))
+    gone._store = mine._store
+    gone.end()
+    mine.begin_closing()
+    began = time.monotonic()
+    assert not mine.all_close(20)
+    assert time.monotonic() - began < 10
 
 
 SPAWNED = r"""

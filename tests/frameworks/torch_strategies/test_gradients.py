@@ -1,5 +1,8 @@
 """Gradients reduced over the ranks during backward equal those of one process on all data."""
 
+import re
+from decimal import Decimal
+
 import pytest
 
 from collectives import Communicator, MismatchError
@@ -262,10 +265,12 @@ def test_weights(torch, comm, overlap, caplog):
     if comm.size > 1:
         from collectives.torch.gradients import GradientError
 
-        reducer.weight = None if comm.rank == 1 else 1
-        with pytest.raises(GradientError, match="rank 1: weight=None"):
-            loss_of(model, whole).backward()
-        for first, second in ((torch.tensor(2), 2.0), (4.0, 5.0 + comm.rank)):
+        for wrong in (None, "4", 4j, torch.ones(2)):
+            model.zero_grad()
+            reducer.weight = wrong if comm.rank == 1 else 1
+            with pytest.raises(GradientError, match=re.escape(f"rank 1: weight={wrong!r}")):
+                loss_of(model, whole).backward()
+        for first, second in ((torch.full((1,), 2.0), Decimal(2)), (4.0, 5.0 + comm.rank)):
             model.zero_grad()
             caplog.clear()
             reducer.weight = first
