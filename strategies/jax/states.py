@@ -32,11 +32,11 @@ class PytreeState:
         averaged where a round ends. The rest, as an optimizer's state, is each rank's own, and a
         checkpoint has the chief's. Other strategies don't use it.
 
-    Raises a MismatchError on every rank where the ranks' pytrees differ in structure, shapes or
-    dtypes; ValueError for two leaves of one path, integers that JAX would change, under
-    LocalSGDStrategy without `parameters`, for parameters that aren't floats, and where a pytree is
-    assigned whose structure, shapes or dtypes are others; TypeError under ParameterServerStrategy,
-    whose variables are `strategies.Variable` alone.
+    Raises a MismatchError on every rank where the ranks' pytrees differ in keys, shapes or dtypes;
+    ValueError for two leaves of one path and integers that JAX would change; under LocalSGDStrategy
+    also without `parameters`, for parameters that aren't floats, and where a pytree is assigned
+    whose structure, shapes or dtypes are others; TypeError under ParameterServerStrategy, whose
+    variables are `strategies.Variable` alone.
     """
 
     def __init__(

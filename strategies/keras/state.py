@@ -36,8 +36,8 @@ def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) 
     for variable in variables:
         array = copy_of(variable)
         training.communicator.broadcast(array)
-        if not training.is_chief:
-            variable.assign(array)
+        # On the chief as well: variables of JAX may share a buffer, which a step can't donate twice.
+        variable.assign(array)
 
 
 def _seed_generators(model: Any) -> Iterable[Any]:
