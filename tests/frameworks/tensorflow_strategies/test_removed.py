@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "coming-from" / "tf-distribute.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "coming-from" / "tf-removed.md"
 
 SERVER = """
 import json, os, sys
@@ -43,14 +44,9 @@ if task["type"] == "chief":
 """
 
 
-def section():
-    text = PAGE.read_text(encoding="utf-8")
-    return text.split("### What TensorFlow has removed")[1].split("\n## ")[0]
-
-
 def blocks():
     """The code of each subsection."""
-    parts = section().split("\n#### ")[1:]
+    parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     found = {
         part.split("\n")[0]: re.search(r"```python\n(.*?)```", part, re.DOTALL) for part in parts
     }
@@ -59,7 +55,7 @@ def blocks():
 
 def uses():
     """The second cell of each row of the table."""
-    rows = re.findall(r"^\| (.*?) \| (.*) \|$", section(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [use for _, use in rows[1:] if use != "---"]
 
 
@@ -86,7 +82,8 @@ def test_the_server(launch):
 @pytest.mark.slow
 def test_the_coordinator(tf, launch):
     """The model learns to add."""
-    text = PAGE.read_text(encoding="utf-8").split("### Parameter servers")[1]
+    page = (DOCS / "how-to" / "parameter-servers.md").read_text(encoding="utf-8")
+    text = page.split("## Models of TensorFlow and Keras")[1]
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     command = [sys.executable, "-c", COORDINATOR, '["ps", "worker", "chief"]', code]
     ended = launch(3, command, timeout=200)
