@@ -68,7 +68,8 @@ def main(limit: float = _LIMIT, *, links: bool = False) -> int:
     """
     launcher = find_launcher(os.environ)
     # A number beyond the last one is a mistake that no other process reports.
-    report = Report(prints=launcher.rank == 0 or launcher.rank >= launcher.size)
+    beyond = bool(launcher.variable) and launcher.rank >= launcher.size
+    report = Report(prints=launcher.rank == 0 or beyond)
     report_python(report)
     findings = report_gpu(report)
     report_extras(report)

@@ -65,9 +65,10 @@ class TaskClient:
             # A host name may not be there yet, as a task's own host.
             except (OSError, EOFError, ValueError) as error:
                 if time.monotonic() + pause > limit:
+                    late = "" if tasks.refuses_late else ", or all tasks had arrived before"
                     raise DeadlineExceededError(
                         f"{tasks.own_name}: {tasks.names[0]} did not answer within {seconds:g} s:"
-                        f" it was not started, or was started with other tasks ({error})",
+                        f" it was not started, or was started with other tasks{late} ({error})",
                         (0,),
                     ) from error
                 stale = math.inf

@@ -62,7 +62,7 @@ def _await_end(connection: socket.socket, rank: int) -> None:
     culprit = words.get("rank")
     ended = "the server of PMI" if culprit is None else f"rank {culprit}"
     if culprit != str(rank):
-        # Nothing may read it any more.
+        # The reader of stderr may have ended.
         with suppress(OSError):
             os.write(2, f"rank {rank} ends, because {ended} has ended\n".encode())
     os._exit(int(words.get("exitcode", "1")) & 0xFF or 1)

@@ -129,7 +129,7 @@ def torch_variables_refused(environment: Mapping[str, str]) -> LaunchError:
 def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
     """Raise LaunchError if MPI has one rank although the launcher started several processes.
 
-    Also if torchrun's variables are set, but one can't be read. A world of several ranks is
+    Also if torchrun's variables are set, but don't describe a rank. A world of several ranks is
     never refused, because its launcher works with this MPI; other variables may come from an
     enclosing launcher.
     """
@@ -150,7 +150,7 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
 
 
 def _is_malformed(environment: Mapping[str, str]) -> bool:
-    """Whether something has set torchrun's variables, and one of them is no number or absent."""
+    """Whether something has set torchrun's variables, but not to a rank below a size."""
     if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
         return False
     rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))

@@ -90,8 +90,6 @@ class Client:
 class Server:
     """The server of one world; `run` returns when it has ended."""
 
-    refuses_late = False  # whether the port stays open for late ranks
-
     def __init__(
         self,
         token: str,
@@ -100,6 +98,8 @@ class Server:
         seconds: float,
         mapping: str,
         listener: socket.socket | None = None,
+        *,
+        refuses_late: bool = False,
     ) -> None:
         self._token, self._size, self._limit = token.encode(), size, time.monotonic() + seconds
         # MPICH names shared memory by it: a killed world leaves its memory behind.
@@ -115,7 +115,7 @@ class Server:
         self._clients: dict[int, Client] = {}
         self._poll = select.poll()
         self._in_barrier: list[Client] = []
-        self._last_line = ""
+        self._refuses_late, self._last_line = refuses_late, ""
 
     def run(self, lifeline: int) -> None:
         """Connect all ranks, then serve them until all have disconnected.
@@ -159,7 +159,7 @@ class Server:
                     return False
             self._drop_the_silent()
         self._poll.unregister(lifeline)
-        if not self.refuses_late:
+        if not self._refuses_late:
             self._stop_listening()
         self._send_all("ok")
         return True
@@ -284,11 +284,11 @@ def main() -> None:
     token, host, size, seconds, mapping = (line.rstrip("\n") for line in lines)
     listener = socket.socket(fileno=int(sys.argv[1])) if len(sys.argv) > 1 else None
     try:
-        server = Server(token, host, int(size), float(seconds), mapping, listener)
+        start = int(size), float(seconds), mapping, listener
+        server = Server(token, host, *start, refuses_late="refuses_late" in sys.argv)
     except OSError as error:
         os.write(1, f"{error}\n".encode())
         return
-    server.refuses_late = "refuses_late" in sys.argv
     os.write(1, f"{server.port}\n".encode())
     if os.fork():
         os._exit(0)

@@ -11,7 +11,8 @@ from typing import Any
 _CLOSING = "closing"
 _PROPOSALS, _DECISION = "proposals to close", "decision to close"
 _POLL_SECONDS = 1e-3
-_PAUSE_SECONDS = 0.1
+_SHORTEST_WAIT = 0.1
+_PAUSE_SECONDS = 1.0
 """The longest time between two groups that one call closes."""
 
 
@@ -47,21 +48,22 @@ class Members:
 
     def end(self) -> None:
         """Announce that this member makes no call any more."""
-        self._store.set(self._key(f"closed by {self._rank}"), "")
+        self._store.set(self._key(f"ended by {self._rank}"), "")
 
     def begin_closing(self) -> None:
         """Announce that this member closes the group. A second call does nothing."""
         if not self._closes:
             self._closes = True
+            # In this order: who finds that all have ended finds how many close it, too.
             self._store.add(self._key(_CLOSING), 1)
             self.end()
 
-    def have_closed(self, rank: int | None) -> bool:
+    def have_ended(self, rank: int | None) -> bool:
         """Whether a member makes no call any more; None: whether all others make none."""
         others = [each for each in range(self._size) if each != self._rank]
         ranks = others if rank is None else [rank]
         try:
-            return bool(self._store.check([self._key(f"closed by {each}") for each in ranks]))
+            return bool(self._store.check([self._key(f"ended by {each}") for each in ranks]))
         except RuntimeError:
             # The rank that serves the store has ended: what the others do can't be known.
             return False
@@ -70,17 +72,18 @@ class Members:
         """Whether every member closes it within that time: the same for all members.
 
         A member that arrives later must not close what the others keep: it would wait for them.
-        Several groups that are closed one after the other wait once. Where the others' programs
-        have ended it doesn't wait.
+        The whole wait is made once for groups that are closed one after the other, and none where
+        the others' programs have ended.
         """
         began = time.monotonic()
-        limit = began + (seconds if began > Members._gave_up + _PAUSE_SECONDS else 0)
+        limit = began + (_SHORTEST_WAIT if began < Members._gave_up + _PAUSE_SECONDS else seconds)
         while True:
-            # In this order: members announce that they close before they make no call any more.
-            gone = self.have_closed(None)
+            ended = self.have_ended(None)
             if self._store.add(self._key(_CLOSING), 0) == self._size:
                 return self._decide("yes")
-            if gone or time.monotonic() > limit:
+            if ended:
+                return self._decide("no")
+            if time.monotonic() > limit:
                 Members._gave_up = time.monotonic()
                 return self._decide("no")
             time.sleep(_POLL_SECONDS)

@@ -151,7 +151,7 @@ class MessageWork(PendingWork):
     def _check_peer(self) -> None:
         """RankFailedError where the message won't move any more."""
         self._messages.policy.check_alive()
-        if not self._messages.members.have_closed(self._peer):
+        if not self._messages.members.have_ended(self._peer):
             return
         # It has waited for what it sent, but the end of a message may be on its way.
         self._closed_since = min(self._closed_since, time.monotonic())

@@ -278,16 +278,19 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
 
     def complete(self) -> None:
         """Make the calls that are pending, and no call any more."""
+        self._make_pending()
+        self._members.end()
+
+    def _make_pending(self) -> None:
         self._queue.drain()
         self._messages.finish_sends(_SHUTDOWN_SECONDS)
-        self._members.end()
 
     def shutdown(self) -> None:
         """Complete pending calls, then close what the other ranks close too.
 
         If they do not within a few seconds, the end of the program does.
         """
-        self.complete()
+        self._make_pending()
         self._members.begin_closing()
         if not self._comm.closed and self._members.all_close(_SHUTDOWN_SECONDS):
             self._comm.close()

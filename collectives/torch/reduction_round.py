@@ -9,6 +9,7 @@ error, and the next round begins in step.
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def number_of(weight: Any) -> float:
     """A weight as a number, such as of a tensor with one element; NaN where it is none."""
     try:
         return math.nan if isinstance(weight, str | bytes) else float(weight)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except Exception:  # of any class's own method
         return math.nan
 
 
@@ -102,7 +103,6 @@ class Round:
         """
         number = number_of(weight)
         wrong = not 0 <= number < np.inf
-        reason = f"weight={weight!r}: must be set before each backward that reduces, a number ≥ 0"
         given = [number_of(each) for each in earlier]
         if given and not wrong and not np.allclose(given, number):
             # No error: a program may have dropped those gradients.
@@ -115,6 +115,11 @@ class Round:
         total = np.array([0 if wrong else number, self.late], np.float64)
         try:
             if wrong:
+                given_weight = weight if math.isfinite(number) else reprlib.repr(weight)
+                reason = (
+                    f"weight={given_weight}: must be set before each backward that reduces, a"
+                    " number ≥ 0"
+                )
                 self._comm.barrier(_REFUSED + reason)
                 raise raised_on_all(GradientError(reason), self._comm.rank)
             self._comm.all_reduce(total, out=total)

@@ -36,7 +36,7 @@ def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) 
     for variable in variables:
         array = copy_of(variable)
         training.communicator.broadcast(array)
-        # On the chief as well: JAX's may share a buffer, which a step can't donate twice.
+        # On the chief as well: with JAX, two may share a buffer, which a step can't donate twice.
         variable.assign(array)
 
 

@@ -26,7 +26,9 @@ def install() -> None:
 
     @wraps(plain)
     def compile(model: Any, *args: Any, **kwargs: Any) -> None:
-        training, strategy = training_of(model), model._distribute_strategy
+        training = training_of(model)
+        # Models of Keras's other backends have none.
+        strategy: Any = getattr(model, "_distribute_strategy", None)
         made_here = hasattr(strategy, "array_strategy")
         if not made_here or tf.distribute.get_strategy() is strategy:
             plain(model, *args, **kwargs)

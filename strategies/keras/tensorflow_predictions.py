@@ -79,7 +79,7 @@ def _joined(step: Callable[..., Any], data: Any) -> Any:
 
 def training_of(model: Any) -> Training | None:
     """What the model trains by, if its strategy is one whose ranks step together."""
-    own = getattr(model._distribute_strategy, "__dict__", {})
+    own = getattr(getattr(model, "_distribute_strategy", None), "__dict__", {})
     training: Training | None = own.get("keras_training")
     return training
 

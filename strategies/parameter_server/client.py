@@ -233,16 +233,16 @@ class Client:
 
 
 def _settings_of(optimizer: Optimizer) -> str:
-    """What must be equal on all workers: the rule, and its numbers but for the learning rate."""
+    """What must be equal on all workers: the class, and its numbers but for the learning rate."""
     rule = optimizer.rule
     limits = {"clipnorm": optimizer.clipnorm, "global_clipnorm": optimizer.global_clipnorm}
     numbers = {
-        name: value if isinstance(value, bool) else float(value)
+        name: value if isinstance(value, bool) else f"{float(value):.6g}"
         for name, value in {**vars(rule), **limits}.items()
         if isinstance(value, Real) and name != "learning_rate"
     }
     given = ", ".join(f"{name}={value}" for name, value in numbers.items())
-    return f"{type(rule).__name__}({given})"
+    return f"{type(optimizer).__name__}({given})"
 
 
 def _arrays_of(gradient: Gradient) -> list[Array]:

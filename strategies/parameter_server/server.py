@@ -231,7 +231,7 @@ class Server:
         if settings != known:
             raise MismatchError(
                 f"optimizer {number} is {settings} on {worker}, {known} on {first}: all workers"
-                " must use the same optimizers for the first time in the same order"
+                " must have equal optimizers, and use them for the first time in the same order"
             )
         return None, ()
 

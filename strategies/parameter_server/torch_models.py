@@ -127,8 +127,8 @@ def _models_of(worker: Worker) -> list[_Model]:
 
 def _refuse_others(optimizer: Any, *_: Any) -> None:
     """ValueError for the step of an optimizer that was not given: no other worker would see it."""
-    if any(each in _hooks for each in stepping()):
-        # One that was given may step others.
+    # One that was given may step others.
+    if any(each in _hooks for each in stepping() if each is not optimizer):
         return
     given = _hooks.get(optimizer)
     for model in list(_models):
@@ -189,8 +189,8 @@ def _install(
     """The hooks of an optimizer's steps."""
     before: list[tuple[_Served, Array]] = []
 
-    def before_step(stepping: Any, *_: Any) -> None:
-        trained = parameters_of(stepping)
+    def before_step(optimizer: Any, *_: Any) -> None:
+        trained = parameters_of(optimizer)
         for parameter in trained:
             if id(parameter) not in served:
                 raise unknown_parameter(parameter)

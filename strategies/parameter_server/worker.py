@@ -143,8 +143,8 @@ class Worker:
                 raise rebuild(failure)
             if what and chiefs and what != chiefs:
                 raise MismatchError(
-                    f"{self._name} calls {what}, but the chief {chiefs}: all workers must make the"
-                    " same calls in the same order"
+                    f"{self._name} calls {what}, but the chief calls {chiefs}: all workers must"
+                    " make the same calls in the same order"
                 )
             return outcome
         try:

@@ -146,7 +146,7 @@ class ServedExtended(CollectiveExtended):
         return super()._distribute_datasets_from_function(dataset_fn, options)
 
     def _refuse_chief(self, what: str) -> None:
-        """Raise RuntimeError on a chief with a coordinator: `fit` would train on it alone."""
+        """Raise RuntimeError on a chief with a coordinator, whose loops would run on it alone."""
         link = self._replication.link  # type: ignore[attr-defined]  # of servers
         if link is not None and link.coordinator is not None:
             raise RuntimeError(

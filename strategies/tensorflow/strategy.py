@@ -92,7 +92,7 @@ class Strategy(tf.distribute.Strategy):
     def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
         """What the chief gets from the action, on every rank that trains; small, picklable.
 
-        What it raises is raised on all of them; `what` is equal on all. Collective.
+        What it raises is raised on all of them. `what`: see ParameterServerStrategy. Collective.
         """
         return call_on_first(self.communicator, action)
 

@@ -346,9 +346,13 @@ def test_the_start_takes_at_most_the_deadline(deadline, seconds):
 def test_a_rank_ends_though_nothing_reads_its_errors(monkeypatch):
     codes, (mine, others) = [], socket.socketpair()
     others.close()
+
+    def fail(*_):
+        raise BrokenPipeError
+
     with monkeypatch.context() as patched:
         patched.setattr(os, "_exit", codes.append)
-        patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError()))
+        patched.setattr(os, "write", fail)
         ending._await_end(mine, 0)
     mine.close()
     assert codes == [1]

@@ -54,8 +54,8 @@ class Rank:
 def served(size, seconds=20.0, listener=None, *, refuses_late=False):
     """The port of a server; it must have ended soon after the block."""
     lifeline, alive = os.pipe()
-    server = Server(TOKEN, "127.0.0.1", size, seconds, MAPPING, listener)
-    server.refuses_late = refuses_late
+    named = {"refuses_late": refuses_late}
+    server = Server(TOKEN, "127.0.0.1", size, seconds, MAPPING, listener, **named)
     thread = threading.Thread(target=server.run, args=(lifeline,))
     thread.start()
     try:

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -210,8 +211,15 @@ def test_other_optimizers_than_another_workers(comm):
 def test_threads_that_use_optimizers_for_the_first_time_at_once(comm):
     """Each gets a number of its own: with one, their slots would be one."""
 
+    class Slow(dict):
+        def __len__(self):
+            length = super().__len__()
+            time.sleep(0.01)
+            return length
+
     def work(strategy):
         client = strategy.worker.client
+        client._optimizers = Slow()
         made = [optimizers.SGD(1.0, momentum=0.9) for _ in range(16)]
         with ThreadPoolExecutor(16) as pool:
             return sorted(pool.map(client.number_of, made))

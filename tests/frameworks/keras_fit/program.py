@@ -157,7 +157,7 @@ def optimizers_act_after_the_reduction():
     ):
         pair = compiled(optimizer=lambda how=how: keras.optimizers.SGD(0.1, 0.9, **how))
         trained(*pair, X, Y)
-        # With JAX, weights and their averages then share buffers, which one process can't train.
+        # With JAX, weights and their averages then share buffers: in one process Keras fails.
         pair[1].fit(X, Y, batch_size=BATCH, verbose=0)
 
 

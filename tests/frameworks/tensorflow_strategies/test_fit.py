@@ -296,6 +296,22 @@ def test_arrays_whose_rows_are_not_sliced_are_refused(tf, strategy, kind):
         model.fit(make(rows), rows[:, :1], verbose=0)
 
 
+def test_models_of_other_backends_compile(tf, strategy):
+    """Once a scope was entered; they have no strategy of TensorFlow's."""
+    from keras.src.trainers.trainer import Trainer
+
+    class Other(Trainer):
+        def _flatten_layers(self):
+            return []
+
+    with strategy.scope():
+        pass
+    model = Other()
+    assert not hasattr(model, "_distribute_strategy")
+    model.compile(optimizer="sgd", loss="mse", auto_scale_loss=False)
+    assert model.compiled
+
+
 def test_a_model_of_no_scope_is_refused(tf, strategy):
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     with strategy.scope(), pytest.raises(ValueError, match="made outside of the scope"):

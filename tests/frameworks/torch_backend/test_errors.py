@@ -334,4 +334,4 @@ def test_members_of_which_nothing_can_be_known(torch, dist):
         def check(self, keys):
             raise dist.DistNetworkError("connection reset")
 
-    assert not Members(Ended(), 1, 3, "").have_closed(2)
+    assert not Members(Ended(), 1, 3, "").have_ended(2)
