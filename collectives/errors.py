@@ -39,13 +39,21 @@ def in_step(error: Error) -> Error:
     return error
 
 
+def summary_of(error: BaseException) -> str:
+    """The class and the text, also of an exception whose text can't be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as problem:  # of the program's own __str__
+        return f"{type(error).__name__}, whose text can't be made: {type(problem).__name__}"
+
+
 def portable(error: Error) -> Error | RuntimeError:
     """The error, or one of its text where pickle can't restore an error of its class."""
     try:
         same = type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:  # of what it holds, or of its class, whose own code runs
         same = False
-    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
+    return error if same else RuntimeError(summary_of(error))
 
 
 def is_in_step(error: BaseException) -> bool:

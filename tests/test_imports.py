@@ -86,7 +86,7 @@ STRATEGIES = {
     }
     | {"synchronous", "collectives"},
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
-    | {"synchronous", "collectives"},
+    | {"synchronous", "collectives", "collectives.errors"},
     "checkpoint": {"base", "core", "foreign", "optimizers", "replication", "synchronous"}
     | {"torch", "variables", "collectives", "collectives.consistency", "collectives.scope"},
     "data_service": {"base", "cluster", "cluster_resolver", "core", "input", "collectives"}
@@ -106,7 +106,7 @@ STRATEGIES = {
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
     "jax": {"cluster_resolver", "core", "replication", "collectives", "collectives.compression"}
     | {"collectives.jax"},
-    "estimator": {"tensorflow"},
+    "estimator": {"core", "tensorflow"},
     "tensorflow": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
     | {"synchronous", "collectives", "collectives.caching", "collectives.compression"}
@@ -126,6 +126,7 @@ STRATEGIES = {
     "communication": {"core", "collectives", "collectives.calls", "collectives.compression"}
     | {"collectives.consistency", "collectives.cuda", "collectives.gpu"},
     "input": {"core", "collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.errors"}
     | {"collectives.cuda", "collectives.scope"},
     "cluster_resolver": {"cluster", "core", "collectives"},
     "cluster": set(),

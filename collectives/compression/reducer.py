@@ -156,14 +156,14 @@ class CompressedReducer:
     def _sum(self, part: _Part, given: Sequence[Array], op: ReduceOp) -> Array:
         assert self._node is not None
         flat = np.concatenate([given[number].reshape(-1) for number in part.numbers])
-        if op is ReduceOp.MEAN:
-            # Before the sum: a mean of 16 bits can't overflow where its gradients don't.
-            flat /= self._communicator.size
-        if self._node.size > 1:
-            self._node.all_reduce(flat, out=flat)
-        if self._leaders is not None:
-            # Gradients that have diverged must not raise on the leaders alone.
-            with np.errstate(all="ignore"):
+        # One rank's gradients must not raise there alone, whatever the program has set.
+        with np.errstate(all="ignore"):
+            if op is ReduceOp.MEAN:
+                # Before the sum: a mean of 16 bits can't overflow where its gradients don't.
+                flat /= self._communicator.size
+            if self._node.size > 1:
+                self._node.all_reduce(flat, out=flat)
+            if self._leaders is not None:
                 flat = part.compressor.sum(self._leaders, flat)
         if self._node.size > 1:
             self._node.broadcast(flat)

@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives.communicator import Communicator
 from collectives.doctor.report import ranks_by, ranks_named
+from collectives.errors import summary_of
 
 Results: TypeAlias = Iterable[tuple[Any, Any]]
 """Pairs of the actual and the expected result."""
@@ -75,7 +76,7 @@ def _run(action: Callable[[], Any]) -> Outcome:
     except WrongResultError as error:
         return Outcome(str(error))
     except Exception as error:
-        return Outcome(textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON))
+        return Outcome(textwrap.shorten(summary_of(error), _LONGEST_REASON))
     return Outcome()
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from collectives.consistency.uncaught import report_before
+from collectives.errors import summary_of
 from collectives.waiting.wait_policy import log
 
 
@@ -34,7 +35,7 @@ class Failures:
         """Store a call's error."""
         with self._lock:
             if number > self._known:
-                text = f"{type(error).__name__}: {error}"
+                text = summary_of(error)
                 self._unseen.append((weakref.ref(future), text))
         future.set_exception(error)
 

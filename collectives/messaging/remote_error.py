@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
+from collectives.errors import summary_of
+
 
 class RemoteError(RuntimeError):
     """Another rank raised an exception that can't be sent; the text is that exception's own."""
@@ -39,7 +41,7 @@ def describe(
 ) -> Failure:
     """The exception as it can be sent; `place` names this rank, or the object that failed."""
     text = "".join(traceback.format_exception(error))
-    return Failure(_pickled(error, dumps), f"{type(error).__name__}: {error}", place, text)
+    return Failure(_pickled(error, dumps), summary_of(error), place, text)
 
 
 def rebuild(failure: Failure) -> BaseException:

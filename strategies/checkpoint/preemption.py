@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -104,6 +106,11 @@ class PreemptionCheckpointHandler:
         )
         self._manager.restore_or_initialize()
         self._calls = self._latest()
+        refuse_differences(
+            communicator,
+            f"{_NAME}: the ranks have restored different checkpoints; all must see the files",
+            f"number {self._calls}",
+        )
         self._noticed: float | None = None
         """When this rank was told that it is to be terminated, or that another one is."""
         self._saved_in: float | None = None
@@ -124,8 +131,19 @@ class PreemptionCheckpointHandler:
                 raise ValueError(f"checkpoint_dir={directory!r}: must be None, the manager has one")
         elif directory is None:
             raise ValueError("checkpoint_dir=None: must be the directory of its checkpoints")
+        config = self._config
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            function = getattr(config, name)
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}={function!r}: must be a function, or None")
+        if config.grace_period is not None and not isinstance(config.grace_period, Real):
+            raise TypeError(f"grace_period={config.grace_period!r}: must be seconds, or None")
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                f"{_NAME} is made in another thread than the main one, which signals interrupt"
+            )
         handled = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-        if wrong := set(self._config.signals) - handled:
+        if wrong := set(config.signals) - handled:
             raise ValueError(f"signals: {wrong}: can't be handled")
 
     def _communicator_of(self, given: Any) -> Any:

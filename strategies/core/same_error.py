@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
 from collectives.consistency.uncaught import raised_on_all
-from collectives.errors import UnusableError, in_step, is_in_step, portable
+from collectives.errors import UnusableError, in_step, is_in_step, portable, summary_of
 from collectives.scope import named_scope
 
 Report = TypeVar("Report")
@@ -35,7 +35,7 @@ def propagate(communicator: Communicator | None, error: Exception, *what: object
         return
     name = ".".join(map(str, what))
     try:
-        communicator.barrier(f"{name} refused by {type(error).__name__}: {error}")
+        communicator.barrier(f"{name} refused by {summary_of(error)}")
     except UnusableError:
         return  # The error itself ended the communicator, and so the others' calls.
     raised_on_all(error, communicator.rank)
@@ -161,7 +161,7 @@ def raise_on_all(
     sent: Callable[[Exception], Exception] = portable,
 ) -> None:
     """Raise an error on every rank where any rank has one. Collective; see `call_on_all`."""
-    text = "done" if error is None else f"{type(error).__name__}: {error}"
+    text = "done" if error is None else summary_of(error)
     found: Any = compare(communicator, f"{what}: ", text, error and sent(error), what)
     if found is None and error is not None:
         found = [error] * communicator.size

@@ -22,7 +22,7 @@ from strategies.cluster_resolver import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from strategies.core.same_error import PropagatedErrors
+from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.core.values import whole_number
 from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
@@ -86,6 +86,9 @@ class DatasetWorker:
                 kind = type(make_dataset).__name__
                 raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
             credits = whole_number("credits", credits, 1)
+        what = "DatasetWorker: the ranks' arguments differ"
+        ranks = membership.world if membership else strategy.communicator
+        refuse_differences(ranks, what, f"agreed={agreed}")
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
@@ -148,6 +151,8 @@ class DatasetWorker:
         """
         if not self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} isn't a data task: it iterates")
+        if epochs is not None:
+            epochs = whole_number("epochs", epochs, 0)
         return self._server.deal(epochs, self._ranks.deadline)
 
     def _dataset(self) -> Iterable[Any]:

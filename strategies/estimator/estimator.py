@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from strategies.core.same_error import PropagatedErrors
 from strategies.estimator.restored import (
     NAME,
     Restoration,
@@ -87,8 +88,9 @@ class Estimator:
         given, TypeError for hooks and for an input function that doesn't return a dataset.
         """
         given = {"hooks": hooks, "saving_listeners": saving_listeners}
-        refuse("train", given, "input_fn, steps, max_steps")
-        refuse_both(steps, max_steps)
+        with PropagatedErrors(self.train_strategy.communicator, "Estimator.train"):
+            refuse("train", given, "input_fn, steps, max_steps")
+            refuse_both(steps, max_steps)
         return self.train_between(input_fn, steps, max_steps, lambda: None)
 
     def train_between(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from collectives.errors import summary_of
 from strategies.checkpoint import tensor_file
 
 END_MARKER = "training_ended.json"
@@ -38,7 +39,7 @@ def training_ends(
     try:
         yield
     except BaseException as error:
-        failure = f"{type(error).__name__}: {error}"
+        failure = summary_of(error)
         raise
     finally:
         if writes:

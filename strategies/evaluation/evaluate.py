@@ -71,6 +71,7 @@ def evaluate_checkpoints(
     strategy = get_strategy() if strategy is None else strategy
     with PropagatedErrors(strategy.communicator, "evaluate_checkpoints"):
         _check_interval(poll_seconds)
+        directory = os.fspath(directory)
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
@@ -100,27 +101,26 @@ def _restored(checkpoint: Checkpoint, path: str) -> bool:
 
 def _new_checkpoints(
     strategy: Strategy,
-    given: str | os.PathLike[str],
+    directory: str,
     run: str | None,
     poll_seconds: float,
     idle_seconds: float | None,
 ) -> Iterator[tuple[str, int | None]]:
     """The path and step of each new checkpoint, until the end of training. Collective."""
-    directory = os.fspath(given)
     seen: set[FoundCheckpoint] = set()
     end = EndOfTraining(directory, run)
     last_found = time.monotonic()
 
-    def poll() -> tuple[FoundCheckpoint | None, bool, float | None]:
+    def poll() -> tuple[FoundCheckpoint | None, bool, float | None, float]:
         # The end is read first, so that all checkpoints before it are in the list.
         ended = end.poll()
         new = next((each for each in find_checkpoints(directory) if each not in seen), None)
         idle = time.monotonic() - last_found
         over = idle_seconds is not None and idle >= idle_seconds
-        return new, ended, idle if over else None
+        return new, ended, idle if over else None, poll_seconds
 
     while True:
-        new, ended, idle = call_on_first(strategy.communicator, poll)
+        new, ended, idle, interval = call_on_first(strategy.communicator, poll)
         if new is not None:
             seen.add(new)
             yield new.path, new.step
@@ -135,4 +135,4 @@ def _new_checkpoints(
             warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
         else:
-            time.sleep(poll_seconds)
+            time.sleep(interval)

@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import summary_of
 from strategies.core.same_error import Errors, by_rank, call_on_all, lowest_error, raise_on_all
 
 Result = TypeVar("Result")
@@ -21,7 +22,7 @@ def text_for_others(rank: int, error: Exception) -> str:
     """The text for the other ranks; that of an error of a third rank stays as it is."""
     if isinstance(error, DatasetError):
         return str(error)
-    return f"the dataset of rank {rank} raised {type(error).__name__}: {error}"
+    return f"the dataset of rank {rank} raised {summary_of(error)}"
 
 
 def raise_together(communicator: Communicator, own: Exception | None) -> None:

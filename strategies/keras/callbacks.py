@@ -35,8 +35,8 @@ _SAVERS = _present("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
 ON_CHIEF = (*_SAVERS, *_present("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard"))
 """Callbacks that write what is written once: `fit` runs them on the chief alone."""
 
-_KEPT = "on_train_begin", "on_epoch_end"
-"""Methods that the chief's savers run while the other ranks go on to a call."""
+_KEPT = "set_model", "on_train_begin", "on_epoch_end"
+"""Methods that the chief's callbacks run while the other ranks go on to a call."""
 
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -65,24 +65,24 @@ def callbacks_of_fit(
 
 @contextmanager
 def errors_kept(training: Training, callbacks: Sequence[Any]) -> Iterator[None]:
-    """A context in which `_EpochAgreement` raises errors of callbacks that save, on all ranks.
+    """A context in which `_EpochAgreement` raises errors of the chief's callbacks, on all ranks.
 
     The other ranks, which do not run them, would wait for the chief.
     """
     # Once each, however often the program has given one.
-    savers = list({id(each): each for each in callbacks if isinstance(each, _SAVERS)}.values())
-    before = [vars(each).copy() for each in savers]
-    for saver, name in product(savers, _KEPT):
-        setattr(saver, name, _keeping(training, getattr(saver, name)))
+    writers = list({id(each): each for each in callbacks if isinstance(each, ON_CHIEF)}.values())
+    before = [vars(each).copy() for each in writers]
+    for writer, name in product(writers, _KEPT):
+        setattr(writer, name, _keeping(training, getattr(writer, name)))
     try:
         yield
     finally:
         training.saver_error = None
-        for saver, own in zip(savers, before, strict=True):
+        for writer, own in zip(writers, before, strict=True):
             for name in _KEPT:
-                delattr(saver, name)
+                delattr(writer, name)
                 if name in own:
-                    setattr(saver, name, own[name])
+                    setattr(writer, name, own[name])
 
 
 def _keeping(training: Training, method: Callable[..., Any]) -> Callable[..., None]:
@@ -104,7 +104,7 @@ def _acts_on_batches(callback: Any) -> bool:
 
 
 _FAILED = 2
-"""In place of a rank's wish to stop: a callback that saves has failed."""
+"""In place of a rank's wish to stop: a callback that runs on the chief alone has failed."""
 
 
 class RunningStatistics:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from strategies.parameter_server.storage import ServedStorage, stored
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
+
+Made = TypeVar("Made")
 
 _HOME = 0
 """The server that keeps announcements."""
@@ -72,10 +74,11 @@ class Worker:
         DeadlineExceededError where it isn't made in time, RankFailedError where the chief has left.
         """
         if self._is_chief:
-            info = self.create(value, what)
-            self._announce("variable", info)
+            info = self._announced("variable", lambda: self.create(value, what))
         else:
-            info = self._find_announced("variable", what)
+            info, failure = self._find_announced("variable", what)
+            if failure is not None:
+                raise rebuild(failure)
         return self.storage_of(info, value, what)
 
     def create(self, value: Array, what: str) -> VariableInfo:
@@ -137,32 +140,44 @@ class Worker:
     def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
         """The outcome of the chief's action, on all workers; MismatchError where `what` differs."""
         if not self._is_chief:
-            found = self._find_announced("action", what or "an action of the chief's")
-            chiefs, outcome, failure = found
+            found, failure = self._find_announced("action", what or "an action of the chief's")
             if failure is not None:
                 raise rebuild(failure)
+            chiefs, outcome = found
             if what and chiefs and what != chiefs:
                 raise MismatchError(
                     f"{self._name} calls {what}, but the chief calls {chiefs}: all workers must"
                     " make the same calls in the same order"
                 )
             return outcome
-        try:
+
+        def act() -> tuple[str, Any]:
             outcome = action()
             # The other workers must read what it pushed.
             self.client.fence()
-        except Exception as error:
-            self._announce("action", (what, None, describe(error, self._name)))
-            raise
-        self._announce("action", (what, outcome, None))
-        return outcome
+            return what, outcome
 
-    def _announce(self, kind: str, value: Any) -> None:
-        """As the chief: publish an object for the other workers' call of that number."""
+        return self._announced("action", act)[1]
+
+    def _announced(self, kind: str, make: Callable[[], Made]) -> Made:
+        """As the chief: what the function makes, or its error, for the other workers' call, too.
+
+        Of that number, among those of the kind.
+        """
+        try:
+            made = make()
+            announcement = pickle.dumps((made, None))
+        except Exception as error:
+            self._announce(kind, pickle.dumps((None, describe(error, self._name))))
+            raise
+        self._announce(kind, announcement)
+        return made
+
+    def _announce(self, kind: str, announcement: bytes) -> None:
         key = kind, self._announcements[kind]
-        self._announcements[kind] += 1
         with self._rpc.lock:
-            self._rpc.push(_HOME, Request("announce", None, (key, pickle.dumps(value))))
+            self._rpc.push(_HOME, Request("announce", None, (key, announcement)))
+        self._announcements[kind] += 1
 
     def _find_announced(self, kind: str, what: str) -> Any:
         """As another worker: what the chief announced at its call of that number."""

@@ -65,6 +65,9 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
 
     if alone or not tf.executing_eagerly():
         return make(dataset)
+    given = dataset.options().experimental_distribute.auto_shard_policy.name
+    dtypes = tf.nest.map_structure(lambda each: each.dtype.name, _tensor_specs(dataset))
+    communicator.barrier(f"experimental_distribute_dataset, AutoShardPolicy.{given}, of {dtypes}")
     policy = _agreed_policy(communicator, dataset)
     if policy is _POLICIES.DATA:
         dataset = _in_one_order(dataset)

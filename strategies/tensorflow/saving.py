@@ -46,7 +46,9 @@ _state = _State()
 def _strategy_of(checkpoint: Any) -> Any:
     """That whose variables the checkpoint contains, if it has several ranks, or else None."""
     for thing in trackable_view.TrackableView(checkpoint).descendants():
-        variable = getattr(thing, "value", thing) if hasattr(thing, "_value") else thing
+        # An attribute that TensorFlow's distributed values lack is read of the aggregate.
+        holds = not isinstance(thing, tf.distribute.DistributedValues) and hasattr(thing, "_value")
+        variable = thing.value if holds else thing
         strategy = getattr(variable, "_distribute_strategy", None)
         communicator = getattr(strategy, "communicator", None)
         if isinstance(communicator, Communicator) and communicator.size > 1:

@@ -170,11 +170,12 @@ def create(
 def described(arguments: Mapping[str, Any]) -> str:
     """A new variable's name and rules, which must be equal on all ranks.
 
-    The numbers in names of Keras count the layers of the process, and are left out.
+    Without numbers, since those of Keras count the layers of the process. Optimizers of Keras put
+    the names of models and layers before those of their slots, which may have been given by rank.
     """
-    name = arguments.get("name") or "Variable"
+    name = re.sub(r"_\d+", "", arguments.get("name") or "Variable")
     if _keras_variable() is not None:
-        name = re.sub(r"_\d+", "", name)
+        name = name.rpartition("_")[2]
     rules = {rule: arguments.get(rule) for rule in ("synchronization", "aggregation")}
     given = [
         f"{rule}={value.name}"

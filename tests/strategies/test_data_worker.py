@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import strategies
-from collectives import CollectiveMismatchError, Communicator
+from collectives import CollectiveMismatchError, Communicator, MismatchError
 from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
 from strategies.data_service.data_worker import DatasetWorker
@@ -426,8 +426,10 @@ def test_what_one_rank_alone_gives(size):
             DatasetWorker.resolver(size if last else 1, communicator=comm)
         resolver = DatasetWorker.resolver(communicator=comm)
         strategy = MultiWorkerMirroredStrategy(resolver, communicator=comm)
-        with pytest.raises((CollectiveMismatchError, ValueError), match="credits=0"):
+        with pytest.raises((MismatchError, ValueError), match="credits=0"):
             DatasetWorker(strategy, lambda context: [], credits=0 if last else 1)
+        with pytest.raises(ValueError, match="agreed=True"):
+            DatasetWorker(strategy, lambda context: [], agreed=last)
         DatasetWorker(strategy, lambda context: []).close()
         strategy.communicator.close()
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -548,6 +549,13 @@ def test_the_chief_acts_and_all_get_the_result(comm):
             raise FileNotFoundError(f"nothing for {number}")
 
         refusal(FileNotFoundError, "nothing for 0", strategy.chief_first, fail)
+        # What the chief can't send, and a variable that it can't make, are errors on all as well.
+        with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+            strategy.chief_first(lambda: threading.Lock())
+        wrong = "x" if strategy.is_chief else 1.0
+        strategy.worker.create, create = lambda *_: int(wrong), strategy.worker.create
+        refusal(ValueError, "invalid literal", Variable, 1.0)
+        strategy.worker.create = create
         return acted, first, strategy.chief_first(lambda: number + 5)
 
     results = run_workers(comm, 1, work)

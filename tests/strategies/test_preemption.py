@@ -156,10 +156,16 @@ def test_what_is_refused(comm, directory):
             TerminationConfig(grace_period=1.0 + odd),
             TerminationConfig(exit_fn=print if odd else None),
             TerminationConfig(save_fn=print if odd else None),
+            TerminationConfig(grace_period="30" if odd else None),
+            TerminationConfig(exit_fn=5 if odd else None),
         ):
             if comm.size > 1:
                 call = partial(make, None, manager, communicator=comm, termination_config=config)
-                same_refusal(comm, ValueError, "the ranks' configurations differ", call)
+                wrong = config.grace_period == "30" or config.exit_fn == 5
+                wrong = comm.all_gather_object(wrong)[1]
+                error = TypeError if wrong else ValueError
+                text = "grace_period='30': must|exit_fn=5: must" if wrong else "tions differ"
+                same_refusal(comm, error, text, call)
         if comm.size > 1:
             # Also where the checkpoint has another communicator, which makes no call then.
             for error, *given in (

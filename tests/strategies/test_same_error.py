@@ -82,6 +82,27 @@ def test_an_error_that_cant_be_pickled_is_its_text_elsewhere():
     assert on_ranks(2, body) == [(ValueError, True), (RuntimeError, True)]
 
 
+def test_an_error_whose_text_fails_is_raised_on_every_rank():
+    """A class of the program's own: `"code " + self.code`, for example, of a number."""
+
+    class CodedError(Exception):
+        def __str__(self):
+            return "code " + self.args[0]
+
+    def body(comm):
+        def check():
+            if comm.rank == 1:
+                raise CodedError(7)
+
+        with pytest.raises((RuntimeError, CodedError)) as caught:
+            call_on_all(comm, "checking", check)
+        if comm.rank != 1:
+            assert "CodedError, whose text can't be made: TypeError" in str(caught.value)
+        return int(comm.all_reduce(np.array(comm.rank)))
+
+    assert on_ranks(2, body) == [1, 1]
+
+
 def test_an_error_of_the_first_rank_leaves_the_ranks_in_step_in_another_call():
     def body(comm):
         with pytest.raises(ValueError, match="no"):

@@ -73,6 +73,8 @@ def grouped_allreduce(
     """`allreduce` of many tensors, in few messages."""
     factors = prescale_factor, postscale_factor
     comm = ranks_of(process_set)
+    if not tensors:
+        compare(comm, "allreduce of no tensors")
     return reduce_all(
         tensors,
         op_of(op, average),

@@ -621,6 +621,8 @@ def errors_of_the_chiefs_savers():
     )
     assert "on_train_begin" in vars(full)
     assert "on_epoch_end" not in vars(full)
+    absent = keras.callbacks.CSVLogger(path / "absent" / "a.csv")
+    raised_everywhere(OSError, "absent", lambda: together.fit(X, Y, callbacks=[absent], **how))
     together.fit(X, Y, epochs=1, **how)
 
 

@@ -203,6 +203,7 @@ def test_mismatches_that_no_tensor_shows(tf, hvd, comm):
         },
         "name of broadcast": lambda: hvd.broadcast(x, 0, name=f"of {comm.rank}"),
         "name of broadcast_": lambda: hvd.broadcast_([tf.Variable(x)], 0, name=f"of {comm.rank}"),
+        "reduced": lambda: hvd.grouped_allreduce([x] * (comm.rank > 0)),
         "gathered": lambda: hvd.grouped_allgather([x] * (2 + odd)),
         "scattered": lambda: hvd.grouped_reducescatter([x] * (2 + odd)),
     }

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import strategies
+from collectives import MismatchError
 
 pytestmark = [
     pytest.mark.mpi,
@@ -71,6 +72,11 @@ def test_the_policies(tf, strategy, comm):
         whole = [row for parts in zip(*found, strict=True) for each in parts for row in each]
         times = comm.size if policy is policies.OFF else 1
         assert sorted(whole) == sorted([*range(12)] * times)
+    if comm.size > 1:
+        # Rows would be repeated, and others lost.
+        odd = with_policy(tf, dataset, policies.OFF if comm.rank == 1 else policies.DATA)
+        with pytest.raises(MismatchError, match=r"AutoShardPolicy\.OFF"):
+            strategy.experimental_distribute_dataset(odd)
     table = tf.data.experimental.CsvDataset(["absent.csv"], [tf.int64])
     for given in (dataset, table.batch(2)):
         with pytest.raises(ValueError, match=r"aren't files which TensorFlow splits, as TFRecord"):
