@@ -320,9 +320,12 @@ def test_a_model_of_no_scope_is_refused(tf, strategy):
 
 @pytest.mark.parametrize("own_arguments", [False, True])
 def test_a_model_that_is_compiled_outside_of_the_scope(
-    tf, ds, strategy, equal_on_all, own_arguments
+    tf, ds, strategy, comm, equal_on_all, own_arguments
 ):
-    """The first time, and again; by a method with arguments of its own."""
+    """The first time, and again; by a method with arguments of its own.
+
+    The model has another name on each rank, which the slots of Keras's optimizers contain.
+    """
     keras = tf.keras
 
     class Own(keras.Sequential):
@@ -332,14 +335,15 @@ def test_a_model_that_is_compiled_outside_of_the_scope(
     def trained(strategy):
         keras.utils.set_random_seed(5)
         with strategy.scope():
-            model = (Own if own_arguments else keras.Sequential)([keras.layers.Dense(1)])
+            layers, name = [keras.layers.Dense(1)], "on_" + "abc"[comm.rank % 3]
+            model = (Own if own_arguments else keras.Sequential)(layers, name=name)
         found, how = [], {"batch_size": 5, "verbose": 0}
         if own_arguments:
             model.compile(descent=keras.optimizers.SGD(0.05))
             history = model.fit(*data(), epochs=2, shuffle=False, **how).history
             return [*history.values(), *model.get_weights()]
         for loss in ("mse", "mae"):
-            model.compile(keras.optimizers.SGD(0.05), loss, metrics=["mae"])
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.5), loss, metrics=["mae"])
             history = model.fit(*data(), epochs=2, shuffle=False, **how).history
             found += [*history.values(), model.evaluate(*data(), **how)]
         return [*found, *model.get_weights()]
