@@ -52,6 +52,7 @@ def test_an_old_error_does_not_divide_later_pushes(comm, monkeypatch, kind):
     def work(strategy):
         variable, other = Variable(np.full(8, 64.0)), Variable(np.full(2, 1.0))
         optimizer = optimizers.SGD(1.0)
+        strategy.worker.client.number_of(optimizer)  # no request within the step
         strategy.worker.client.fence()
         other.storage.change(divide, np.zeros(2))
         with monkeypatch.context() as patch:
