@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -251,20 +251,20 @@ class Exchange:
     def _greet(self, server: _Server) -> tuple[socket.socket, socket.socket] | None:
         """Both connections after all ranks have connected; None if the server refuses them."""
         left = max(self._limit - time.monotonic(), _LONGEST_SLEEP)
-        try:
-            pmi = self._open(server, "pmi", left)
-            end = self._open(server, "end", left)
-            pmi.settimeout(left + _GRACE_SECONDS)
-            verdict, *ranks = pmi.recv(1 << 16).decode().split() or [""]
-        except OSError as error:
-            self._problem = f" ({server.host}:{server.port}: {error})"
-            return None
-        if verdict == "ok":
-            pmi.setblocking(True)
-            end.setblocking(True)
-            return pmi, end
-        pmi.close()
-        end.close()
+        with ExitStack() as opened:
+            try:
+                pmi = opened.enter_context(self._open(server, "pmi", left))
+                end = opened.enter_context(self._open(server, "end", left))
+                pmi.settimeout(left + _GRACE_SECONDS)
+                verdict, *ranks = pmi.recv(1 << 16).decode().split() or [""]
+            except OSError as error:
+                self._problem = f" ({server.host}:{server.port}: {error})"
+                return None
+            if verdict == "ok":
+                opened.pop_all()
+                pmi.setblocking(True)
+                end.setblocking(True)
+                return pmi, end
         if verdict == "absent":
             raise self._late(tuple(map(int, ranks)))
         if verdict == "failed":
@@ -275,6 +275,10 @@ class Exchange:
     def _open(self, server: _Server, kind: str, left: float) -> socket.socket:
         address = (server.host, server.port)
         connection = socket.create_connection(address, min(left, _LONGEST_CONNECT))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(f"{server.token} {self._rank} {kind}\n".encode())
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(f"{server.token} {self._rank} {kind}\n".encode())
+        except OSError:
+            connection.close()
+            raise
         return connection
