@@ -89,19 +89,20 @@ def refuse_different_settings(training: Training, model: Any) -> None:
     settings = {} if compiled is None else dict(compiled.config)
     settings |= {"optimizer": getattr(model, "optimizer", None)}
     settings |= {"auto_scale_loss": getattr(model, "auto_scale_loss", None)}
-    text = ", ".join(f"{name}={_setting(each)}" for name, each in settings.items())
+    text = ", ".join(f"{name}={settings_of(each)}" for name, each in settings.items())
     what = "fit: the ranks have compiled the model differently"
     refuse_differences(training.communicator, what, text)
 
 
-def _setting(value: Any) -> str:
+def settings_of(value: Any) -> str:
+    """What an optimizer, loss or other argument shows of itself, but for its learning rate."""
     if isinstance(value, dict):
         if value.get("class_name") == "__lambda__":
             return "lambda"  # its code has a path
-        parts = [f"{key}: {_setting(each)}" for key, each in value.items() if _counts(key, each)]
+        parts = [f"{key}: {settings_of(each)}" for key, each in value.items() if _counts(key, each)]
         return f"{{{', '.join(parts)}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_setting, value))}]"
+        return f"[{', '.join(map(settings_of, value))}]"
     if inspect.isclass(value) or inspect.isfunction(value):
         return value.__name__
     if hasattr(value, "get_config"):
@@ -114,7 +115,7 @@ def _setting(value: Any) -> str:
             config = {}
         # Keras's losses leave their arguments out, such as `delta`.
         given = getattr(value, "_fn_kwargs", {})
-        return f"{type(value).__name__}{_setting({**config, **given})}"
+        return f"{type(value).__name__}{settings_of({**config, **given})}"
     return _description(value)
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from collectives.horovod.ops import Op
 from collectives.horovod.process_sets import ProcessSet
 from collectives.reductions.reduction import ReduceOp
+from strategies.keras.arguments import settings_of
 from strategies.tensorflow.horovod.compression import Compression, Compressor
 from strategies.tensorflow.horovod.gradients import GradientReduction, key_of, variables_of
 
@@ -97,7 +98,8 @@ class _Step:
         self._optimizer, self._apply_own = optimizer, type(optimizer).apply
         self._reduction, self._passes = reduction, passes
         self._factor = 1 / passes if averages else 1.0
-        self._what = f", {passes} passes per step{', averaged' if passes > 1 and averages else ''}"
+        how = f"{passes} passes per step{', averaged' if passes > 1 and averages else ''}"
+        self._what = f", {how}, {settings_of(optimizer)}"
         self._sums: dict[int, tuple[Any, Any]] = {}
         """Each variable that has had a gradient, and the sum since the last step."""
         self._count: Any = None

@@ -258,6 +258,17 @@ def test_passes_are_compared_and_in_one_order(tf, hvd, keras, comm):
         with pytest.raises(hvd.HorovodInternalError, match=f"{passes} passes per step"):
             optimizer.apply([tf.constant(1.0)] * 2, variables)
         assert float(variables[0]) == 0
+    kinds = tf.keras.optimizers
+    for plain, text in (
+        (kinds.Adam(1.0) if odd else kinds.SGD(1.0), "Adam"),
+        (kinds.SGD(1.0, momentum=0.5 * odd), "momentum"),
+    ):
+        variable = tf.Variable(0.0)
+        with pytest.raises(hvd.HorovodInternalError, match=text):
+            hvd.DistributedOptimizer(plain).apply([tf.constant(1.0)], [variable])
+        assert float(variable) == 0
+    # Learning rates may differ, as that of a warmup does.
+    hvd.DistributedOptimizer(kinds.SGD(1.0 + odd)).apply([tf.constant(1.0)], [variable])
 
 
 def test_passes_of_functions_with_other_variables(tf, hvd, keras):
