@@ -77,7 +77,7 @@ def errors_kept(training: Training, callbacks: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        training.saver_error = None
+        training.chiefs_error = None
         for writer, own in zip(writers, before, strict=True):
             for name in _KEPT:
                 delattr(writer, name)
@@ -91,7 +91,7 @@ def _keeping(training: Training, method: Callable[..., Any]) -> Callable[..., No
         try:
             method(*args, **kwargs)
         except Exception as error:
-            training.saver_error = training.saver_error or error
+            training.chiefs_error = training.chiefs_error or error
 
     return call
 
@@ -202,7 +202,7 @@ class _EpochAgreement(keras.callbacks.Callback):
     def _agree_to_stop(self) -> None:
         # Not by the property, which copies the whole state in JAX.
         model = self._model
-        failed = self._training.saver_error is not None
+        failed = self._training.chiefs_error is not None
         stops = np.array([_FAILED if failed else bool(model.stop_training)], np.uint8)
         what = "fit: whether a callback has set stop_training"
         stops = self._training.communicator.all_reduce(stops, "max", what=what)
@@ -212,7 +212,7 @@ class _EpochAgreement(keras.callbacks.Callback):
 
     def _raise_savers_error(self) -> None:
         """Raise what a callback that saves has raised on the chief. Collective."""
-        error, self._training.saver_error = self._training.saver_error, None
+        error, self._training.chiefs_error = self._training.chiefs_error, None
         raise_on_all(self._training.communicator, "fit's callbacks that save", error)
 
 

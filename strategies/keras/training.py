@@ -37,8 +37,8 @@ class Training:
         """The number of rows that this rank's current step has; None outside of Keras's steps."""
         self.rows_read = 0
         """The number of rows of the piece that this rank's data gave last."""
-        self.saver_error: Exception | None = None
-        """What a callback that saves has raised on the chief since the last exchange."""
+        self.chiefs_error: Exception | None = None
+        """What a callback of the chief alone has raised since the last exchange."""
         self.in_epoch = False
         """Whether the ranks take the steps of an epoch of `fit`."""
         self.host_functions: dict[tuple[int, Positions, float], Any] = {}

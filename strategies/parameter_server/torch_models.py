@@ -127,14 +127,14 @@ def _models_of(worker: Worker) -> list[_Model]:
 
 def _refuse_others(optimizer: Any, *_: Any) -> None:
     """ValueError for the step of an optimizer that was not given: no other worker would see it."""
-    # One that was given may step others.
-    if any(each in _hooks for each in stepping() if each is not optimizer):
-        return
     given = _hooks.get(optimizer)
     for model in list(_models):
         if (given is not None and given.worker is model.worker) or model.worker.has_left:
             continue
         if any(id(each) in model.served for each in parameters_of(optimizer)):
+            # One that was given may step others.
+            if any(each in _hooks for each in stepping() if each is not optimizer):
+                return
             raise ValueError(
                 f"{type(optimizer).__name__} was not given to distribute with its model, whose"
                 " parameters lie on parameter servers: call distribute again, with it"

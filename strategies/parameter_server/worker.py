@@ -76,9 +76,7 @@ class Worker:
         if self._is_chief:
             info = self._announced("variable", lambda: self.create(value, what))
         else:
-            info, failure = self._find_announced("variable", what)
-            if failure is not None:
-                raise rebuild(failure)
+            info = self._find_announced("variable", what)
         return self.storage_of(info, value, what)
 
     def create(self, value: Array, what: str) -> VariableInfo:
@@ -140,9 +138,7 @@ class Worker:
     def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
         """The outcome of the chief's action, on all workers; MismatchError where `what` differs."""
         if not self._is_chief:
-            found, failure = self._find_announced("action", what or "an action of the chief's")
-            if failure is not None:
-                raise rebuild(failure)
+            found = self._find_announced("action", what or "an action of the chief's")
             chiefs, outcome = found
             if what and chiefs and what != chiefs:
                 raise MismatchError(
@@ -180,7 +176,7 @@ class Worker:
         self._announcements[kind] += 1
 
     def _find_announced(self, kind: str, what: str) -> Any:
-        """As another worker: what the chief announced at its call of that number."""
+        """As another worker: what the chief announced at its call of that number, or its error."""
         if not self._listens:
             raise RuntimeError(
                 f"{what}: this worker serves the chief, which alone makes variables: before it"
@@ -194,7 +190,10 @@ class Worker:
             self._rpc.push(_HOME, Request("found", None, (key,)))
         # A call that wasn't made in time is made again.
         self._announcements[kind] += 1
-        return pickle.loads(found)
+        made, failure = pickle.loads(found)
+        if failure is not None:
+            raise rebuild(failure)
+        return made
 
     def stop_listening(self) -> None:
         """Make no variables and find no announcements any more: the chief schedules."""
