@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.asynchronous import waiting
 from bench.cases.base import AUTO, Case
 from bench.peers.base import Peer
 from bench.problem import Array, Problem, count_wrong
@@ -28,6 +29,7 @@ class Settings:
     rotate: int = 1
     calls: int | None = None
     registered: bool = False
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Bench:
         stream: Stream | None = None,
     ) -> None:
         self._comm, self._world, self._case = comm, world, case
+        self._caller = waiting(comm) if settings.asynchronous else comm
         self._settings, self._peer = settings, peer
         self._yardstick = Yardstick(case.name, comm.nodes, settings.registered, stream)
 
@@ -75,7 +78,7 @@ class Bench:
         """Call once. Raises the collective's exception, on every rank, if it is not supported."""
         form = self._case.forms(problem)[0]
         task = self._memory(problem).tasks(self._comm.rank, form)[0]
-        self._case.call(self._comm, task, _forced(algorithm))()
+        self._case.call(self._caller, task, _forced(algorithm))()
 
     def rows(self, problem: Problem, algorithms: Sequence[str]) -> list[Row]:
         """One row for each algorithm, all measured in the same memory."""
@@ -143,13 +146,13 @@ class Bench:
 
     def _ours(self, tasks: list[Task], algorithm: str) -> Side:
         forced = _forced(algorithm)
-        calls = [(self._case.call(self._comm, task, forced), None) for task in tasks]
+        calls = [(self._case.call(self._caller, task, forced), None) for task in tasks]
         return Side(Subject(calls), tasks)
 
     def _theirs(self, tasks: list[Task]) -> list[Side]:
         if self._peer is None:
             return []
-        peer, nonblocking = self._peer, self._case.nonblocking
+        peer, nonblocking = self._peer, self._settings.asynchronous
         found = [
             (peer.call(self._case.counterpart, task, nonblocking=nonblocking), task.out)
             for task in tasks
@@ -161,12 +164,7 @@ class Bench:
         self, seconds: Array, wrong: int, algorithm: str, sides: list[Side]
     ) -> PeerMeasurement:
         ours, theirs = (side.tasks[0] for side in sides)
-        return PeerMeasurement(
-            seconds=Timing.of(seconds[1]),
-            ratio=float(np.median(seconds[1] / seconds[0])),
-            wrong=wrong,
-            model=self._model(algorithm, ours, theirs),
-        )
+        return PeerMeasurement.of(seconds, wrong, self._model(algorithm, ours, theirs))
 
     def _model(self, algorithm: str, ours: Task, theirs: Task) -> tuple[float, float] | None:
         if self._peer is None or self._peer.name != MODELLED_PEER:

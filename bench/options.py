@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,10 +20,10 @@ from bench.peers import PEERS
 from bench.problem import OPS, DType, Problem
 from bench.sizes import parse_size, parse_sizes, sweep
 from collectives import algorithms
+from collectives.launching.launcher import find_launcher
 from collectives.schedules.paths import FORCED, NATIVE
 
 ALL = "all"
-_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _EPILOG = """\
 Time is the median over the repeats of the slowest rank's time; algbw = size / time, busbw = algbw ×
 the part of the size that the busiest link must carry; ratio is the median of the repeats' own
@@ -67,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _is_first() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+    return find_launcher(os.environ).rank == 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,9 +156,8 @@ def _check(options: argparse.Namespace, case: Case) -> None:
     if options.asynchronous and case.counterpart != case.name:
         raise ValueError(f"--asynchronous: {case.name} has no such form")
     options.algorithms = _algorithms(case, options.algorithm)
-    options.settings = Settings(
-        options.repeats, options.warmup, options.rotate, options.calls, options.registered
-    )
+    names = [field.name for field in fields(Settings)]
+    options.settings = Settings(**{name: getattr(options, name) for name in names})
 
 
 def check_sizes(options: argparse.Namespace) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from bench.problem import Array
 from bench.timing import Timing
 
 
@@ -19,6 +22,14 @@ class PeerMeasurement:
     ratio: float
     wrong: int
     model: tuple[float, float] | None = None
+
+    @classmethod
+    def of(
+        cls, seconds: Array, wrong: int, model: tuple[float, float] | None = None
+    ) -> PeerMeasurement:
+        """Of the seconds of our repeats and of the peer's, two rows."""
+        ratio = float(np.median(seconds[1] / seconds[0]))
+        return cls(Timing.of(seconds[1]), ratio, wrong, model)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import collectives
 from bench.cases import CASES
-from bench.cases.asynchronous import Asynchronous
 from bench.environment import describe
 from bench.measure import Bench
 from bench.options import ALL, parse, problems
@@ -77,8 +76,6 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
     check_outputs(MPI.COMM_WORLD, options, "json", "markdown", "plot")
     case = CASES[options.collective]
-    if options.asynchronous:
-        case = Asynchronous(case)
     world = MPI.COMM_WORLD.Dup()
     peer = open_peer(options.peer, world) if options.peer else None
     stream = measure_stream(world) if options.stream else None

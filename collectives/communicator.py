@@ -137,7 +137,11 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         out: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
+        """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`.
+
+        Shapes, dtypes and errors are those of `all_reduce`; a 0-d array counts as one row. `out`
+        has the shape of the block. An axis that the arrays lack is a ValueError.
+        """
         return self._calls.reduce_scatter(array, op, axis, out, algorithm)
 
     def scan(
@@ -176,7 +180,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         They may differ in shape and dtype, which the receivers need not know. One array is cut
         into equal parts along its first axis, and the result, or `out`, has its shape; a rank
         raises a MismatchError if what it received differs from its own parts in shape or dtype, or
-        has a dtype that its arrays' library lacks.
+        has a dtype that its arrays' library lacks. Raises ValueError for a list of another length
+        than the number of ranks, for an array that can't be cut so, and for `out` with a list.
         """
         return self._calls.all_to_all(arrays, out, algorithm)
 
@@ -191,7 +196,10 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     ) -> list[Any]:
         """`all_reduce` of many arrays, fused by dtype into messages of up to `bucket_bytes` bytes.
 
-        Equal inputs give equal bits in every call. Dtypes are never mixed. `what` should recur.
+        `out` has an array for each input, of its shape and dtype. `bucket_bytes` is by default 25
+        MiB, less where all ranks share a node, and equal on all ranks. Equal inputs give equal bits
+        in every call. Dtypes are never mixed. `what` should recur. Raises as `all_reduce`, and
+        ValueError for another number of outputs, or bucket_bytes below 1.
         """
         if (got := self._many.reduce_known(arrays, op, out, bucket_bytes, what)) is not PASS:
             return got  # type: ignore[no-any-return]  # a typed variable takes time
@@ -205,7 +213,10 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         self._calls.barrier(what)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
-        """A copy of the root's object, pickled, also on the root; for small metadata."""
+        """A copy of the root's object, pickled, also on the root; for small metadata.
+
+        The error of an object that can't be pickled is raised on every rank.
+        """
         return self._calls.broadcast_object(obj, self._root(root))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -230,7 +241,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         """A registered array, uninitialised: collectives on it need no copies. Collective.
 
         It lies in memory that the node's ranks share, where available, and is valid while a
-        reference to it exists. The ranks must request equal shapes and dtypes.
+        reference to it exists. The ranks must request equal shapes and dtypes. Raises ValueError or
+        TypeError for a wrong shape or a dtype of objects.
         """
         return self._run(allocation.empty(shape, dtype).then(self._forget))
 

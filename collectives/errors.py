@@ -20,8 +20,8 @@ reduced) is a ValueError or TypeError, raised before any message is sent.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -47,13 +47,22 @@ def summary_of(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text can't be made: {type(problem).__name__}"
 
 
-def portable(error: Error) -> Error | RuntimeError:
-    """The error, or one of its text where pickle can't restore an error of its class."""
+def pickled(
+    error: BaseException, dumps: Callable[[BaseException], bytes] = pickle.dumps
+) -> bytes | None:
+    """The pickle; None where pickle can't restore an error of its class, or its text fails."""
     try:
-        same = type(pickle.loads(pickle.dumps(error))) is type(error)
+        str(error)
+        content = dumps(error)
+        same = type(pickle.loads(content)) is type(error)
     except Exception:  # of what it holds, or of its class, whose own code runs
-        same = False
-    return error if same else RuntimeError(summary_of(error))
+        return None
+    return content if same else None
+
+
+def portable(error: Error) -> Error | RuntimeError:
+    """The error, or one of its text where it has no pickle."""
+    return RuntimeError(summary_of(error)) if pickled(error) is None else error
 
 
 def is_in_step(error: BaseException) -> bool:
@@ -70,7 +79,7 @@ class CollectiveError(RuntimeError):
 
 
 ENDED = "exit()"
-"""The last call of a program that ends, as text; also what closes its parts begins with it."""
+"""The last call of a program that ends, as text; the texts of what closes its parts begin so."""
 
 
 class MismatchError(CollectiveError):
@@ -149,3 +158,7 @@ class ScheduleError(CollectiveError):
         """Name the location. Rounds count from 0; the number of rounds stands for the end."""
         super().__init__(f"round {round}, rank {rank}, chunk {chunk}: {problem}")
         self.round, self.rank, self.chunk = round, rank, chunk
+
+    def __reduce__(self) -> Any:
+        # Exceptions are pickled as calls of their class with `args`, which `__init__` refuses.
+        return type(self).__new__, (type(self), *self.args), self.__dict__

@@ -14,7 +14,13 @@ from collectives.calls import Operation
 from collectives.calls.many import Many
 from collectives.consistency.signature import Signature, check_index
 from collectives.diagnostics.tuning import use_saved
-from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
+from collectives.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    MismatchError,
+    RankFailedError,
+    UnusableError,
+)
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices
 from collectives.gpu.reductions import ManyOnGpus
@@ -80,8 +86,8 @@ class Group(Deferred):
         self._closed = False
         self._calls = CallCache(self._engine, self._check_open, self._run)
         self._bound_calls = self._engine.bound_calls
-        self._plans = Many(self._engine)
-        self._many = ManyReducer(self._engine, self._plans)
+        self._fused = Many(self._engine)
+        self._many = ManyReducer(self._engine, self._fused)
         self._many_on_gpus = ManyOnGpus(self._engine, self._devices)
         if not self._engine.transport.one_process:
             shutdown.keep(self)
@@ -181,7 +187,7 @@ class Group(Deferred):
     @property
     def lost_rank(self) -> bool:
         """Whether a call has failed since a rank has died."""
-        return self._engine.lost_rank
+        return isinstance(self._engine.broken, RankFailedError)
 
     @property
     def unsent(self) -> bool:

@@ -29,7 +29,6 @@ class Case(ABC):
     has_bytes = True
     takes_algorithm = True
     takes_tensors = False
-    nonblocking = False
 
     @property
     def counterpart(self) -> str:

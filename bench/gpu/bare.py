@@ -37,31 +37,21 @@ class Bare:
         return make(task) if make else None
 
     def _all_reduce(self, task: Task) -> Call | None:
-        kind = self._kind(task)
-        if kind is None:
-            return None
-        dtype, factor, op = kind
-        send, receive = self._places(task)
-        count = task.problem.count * factor
-        return partial(self._comm.allReduce, send, receive, count, dtype, op, self._stream)
+        return self._reduction("allReduce", task, task.problem.count)
 
     def _reduce(self, task: Task) -> Call | None:
-        kind = self._kind(task)
-        if kind is None:
-            return None
-        dtype, factor, op = kind
-        send, receive = self._places(task)
-        arguments = task.problem.count * factor, dtype, op, task.problem.root, self._stream
-        return partial(self._comm.reduce, send, receive, *arguments)
+        return self._reduction("reduce", task, task.problem.count, task.problem.root)
 
     def _reduce_scatter(self, task: Task) -> Call | None:
+        return self._reduction("reduceScatter", task, task.problem.block)
+
+    def _reduction(self, name: str, task: Task, count: int, *root: int) -> Call | None:
         kind = self._kind(task)
         if kind is None:
             return None
         dtype, factor, op = kind
-        send, receive = self._places(task)
-        count = task.problem.block * factor
-        return partial(self._comm.reduceScatter, send, receive, count, dtype, op, self._stream)
+        arguments = *self._places(task), count * factor, dtype, op, *root, self._stream
+        return partial(getattr(self._comm, name), *arguments)
 
     def _broadcast(self, task: Task) -> Call:
         send, _ = self._places(task)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from bench.cases.base import Call, Case
 from bench.gpu.bare import Bare, transport_of
 from bench.gpu.device import Device
@@ -78,7 +76,7 @@ class GpuBench:
             algbw=algbw,
             busbw=algbw * case.factor(problem.ranks),
             wrong=wrong[0] + graph_wrong,
-            peer=_compared(seconds, wrong[1]) if len(sides) > 1 else None,
+            peer=PeerMeasurement.of(seconds, wrong[1]) if len(sides) > 1 else None,
             graph=graph,
         )
 
@@ -138,11 +136,3 @@ def _side(calls: list[Call], tasks: list[Task], *, returns: bool) -> Side:
     """Calls that return their results, or that write them into their task's `out`."""
     outputs = [None if returns else task.out for task in tasks]
     return Side(Subject(list(zip(calls, outputs, strict=True))), tasks)
-
-
-def _compared(seconds: Array, wrong: int) -> PeerMeasurement:
-    return PeerMeasurement(
-        seconds=Timing.of(seconds[1]),
-        ratio=float(np.median(seconds[1] / seconds[0])),
-        wrong=wrong,
-    )

@@ -185,6 +185,7 @@ def shape(agent: Path, addresses: Sequence[str], rate: str) -> None:
         _run("tc", "-n", namespace_of(agent, address), *device, *limits)
 
 
+@cache
 def find_mpirun() -> str | None:
     """The mpirun beside this Python, or in PATH."""
     own = Path(sys.executable).with_name("mpirun")

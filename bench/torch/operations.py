@@ -19,13 +19,12 @@ Made = tuple[Callable[[], Any], Any]
 
 
 def _all_reduce(elements: int, group: Any) -> Made:
-    # The sum of zeros: a repeated sum in place would overflow.
-    tensor = torch.zeros(elements)
+    tensor = _numbers(elements, group)
     return lambda: dist.all_reduce(tensor, group=group), tensor
 
 
 def _all_reduce_async(elements: int, group: Any) -> Made:
-    tensor = torch.zeros(elements)
+    tensor = _numbers(elements, group)
     return lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(), tensor
 
 

@@ -81,7 +81,9 @@ def _calls(
             made = [make(name, nbytes, group) for group in groups.values()]
             for call, _ in made:
                 call()
-            differs = not torch.equal(made[0][1], made[1][1])
+            differs = any(world.allgather(not torch.equal(made[0][1], made[1][1])))
+            for _, tensor in made:
+                tensor.zero_()  # a repeated sum in place would overflow
             calls, batch = [call for call, _ in made], batch_of(nbytes)
             ours, peer = medians(calls, world, batch=batch, repeats=options.repeats)
             note = " WRONG" if differs else ""

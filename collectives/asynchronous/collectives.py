@@ -72,13 +72,12 @@ class AsynchronousCollectives:
     """
 
     _engine: Engine
-    _plans: Many
+    _fused: Many
     _many_on_gpus: ManyOnGpus
     _devices: Devices
     _calls: CallCache
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
+    _submit: Callable[[Operation], Handle[Any]]
 
     def _start_bound(
         self,
@@ -95,9 +94,6 @@ class AsynchronousCollectives:
         self._check_open()
         found = self._calls.find_on_gpu(collective, array, **{**defaults, **given})
         return None if found is None else self._devices.start_bound(found.run)
-
-    def _submit(self, operation: Operation) -> Handle[Any]:
-        raise NotImplementedError
 
     all_reduce_async = _asynchronous(reductions.all_reduce, bound_on_gpus=True)
     """Start an `all_reduce`."""
@@ -135,4 +131,4 @@ class AsynchronousCollectives:
         if begins_on_gpu(arrays):
             self._check_open()
             return self._many_on_gpus.submit(arrays, op, out, bucket_bytes, what)
-        return self._submit(self._plans.operation(arrays, op, out, bucket_bytes, what)[0])
+        return self._submit(self._fused.operation(arrays, op, out, bucket_bytes, what)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from collectives.asynchronous.messages import Messages
@@ -16,9 +17,7 @@ class PointToPointCalls:
 
     _messages: Messages
     _engine: Engine
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
 
     def _peer(self, rank: Any, name: str = "peer") -> int:
         self._check_open()

@@ -18,8 +18,9 @@ from collectives.bound.rows import rows_of_all
 from collectives.caching import LRU
 from collectives.calls import PASS, Operation
 from collectives.calls.arguments import Rows, contiguous_apart
-from collectives.calls.counts import ANY_ROOM, check_room, counts_of_all
+from collectives.calls.counts import ANY_ROOM, check_room
 from collectives.calls.movements import rows_of, signature_of
+from collectives.calls.objects import numbers_of_all
 from collectives.consistency.signature import Signature, check_index
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -191,7 +192,8 @@ def _join_on_gpu(
     engine: Engine,
 ) -> Any:
     """As `_join`: the numbers of rows are exchanged first."""
-    counts = counts_of_all(engine, rows.count, room)
+    counts, rooms = zip(*numbers_of_all(engine, rows.count, room), strict=True)
+    check_room(counts, rooms)
     lengths, root = [count * rows.elements for count in counts], signature.root or 0
     source = target = rows.flat
     result = rows.output(out, sum(counts), rows.dtype, array) if receives else None

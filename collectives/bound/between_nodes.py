@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.bound.small import SMALL_BYTES_OF_ALL
+from collectives.bound.small import SMALL_BYTES_OF_ALL, fold_parts
 from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
@@ -183,10 +183,7 @@ class ReductionExchange:
         self._reduce(list(map(self._arrays.__getitem__, blocks)), out)
 
     def _reduce(self, arrays: Sequence[Array], out: Array) -> None:
-        first = arrays[0]
-        for each in arrays[1:]:
-            self._errstate(self._fold, first, each, out)
-            first = out
+        self._errstate(fold_parts, self._fold, arrays, out)
 
     def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
         """Store this rank's part into the target, unless it gets none: for `bound.bind`."""

@@ -123,7 +123,7 @@ class Known:
 
 
 class ManyReducer:
-    """The fused reductions of one communicator."""
+    """Blocking calls of all_reduce_many; a list that recurs is bound."""
 
     def __init__(self, engine: Engine, many: Many) -> None:
         """`many` keeps the buckets of the lists."""

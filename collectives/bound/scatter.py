@@ -85,7 +85,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def sent(engine: Engine, nbytes: int, dtype: np.dtype[Any]) -> int:
+def bytes_sent(engine: Engine, nbytes: int, dtype: np.dtype[Any]) -> int:
     """How many bytes rank 0 sends of an array of one axis: its kind, and the others' elements."""
     found = Scattered(nbytes // dtype.itemsize, (), 0, dtype, False)
     kind = _Kind(found, engine.size, 0)

@@ -1,4 +1,4 @@
-"""What one rank can see by itself is refused here, before any message is sent."""
+"""Rows along an axis, and arrays as calls take and return them."""
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collectives.calls.objects import numbers_of_all
 from collectives.errors import in_step
-from collectives.execution.engine import Engine
 
 ANY_ROOM = (1 << 63) - 1
 """The room of a rank without `out`."""
@@ -22,10 +20,3 @@ def check_room(counts: Sequence[int], rooms: Sequence[int]) -> None:
         if room not in (ANY_ROOM, total):
             problem = f"out has {room} rows on rank {rank}: the joined arrays have {total}"
             raise in_step(ValueError(problem))
-
-
-def counts_of_all(engine: Engine, count: int, room: int = ANY_ROOM) -> Sequence[int]:
-    """Every rank's number of rows. Raises as `check_room`."""
-    counts, rooms = zip(*numbers_of_all(engine, count, room), strict=True)
-    check_room(counts, rooms)
-    return counts

@@ -137,12 +137,10 @@ class TopK(Compressor):
     feeds_back = True
 
     def __init__(self, fraction: float, shapes: Shapes, dtype: np.dtype[Any]) -> None:
-        sizes = [math.prod(shape) for shape in shapes]
         self._places: list[tuple[int, int, int]] = []
         begin = 0
-        for size in sizes:
-            if size:
-                self._places.append((begin, begin + size, math.ceil(fraction * size)))
+        for size in map(math.prod, shapes):
+            self._places.append((begin, begin + size, math.ceil(fraction * size)))
             begin += size
         self._errors = self._next = np.zeros(begin, dtype)
         self._index = np.dtype(np.uint32 if begin < 1 << 32 else np.uint64)

@@ -19,6 +19,7 @@ from collectives.errors import (
     Error,
     RankFailedError,
     in_step,
+    summary_of,
 )
 from collectives.waiting.last_resort import abort
 from collectives.waiting.wait_policy import is_inside
@@ -129,9 +130,9 @@ def _defer_to_other_rank(error: BaseException, rank: int) -> None:
     shown_by = getattr(error, _SHOWN_BY, None)
     if shown_by is None or _has_cause_of_its_own(error):
         return
-    first_line = str(error).partition("\n")[0]
+    first_line = summary_of(error).partition("\n")[0]
     sys.stderr.write(
-        f"rank {rank}: {type(error).__name__}: {first_line}"
+        f"rank {rank}: {first_line}"
         f" (raised on all ranks: rank {shown_by} of the communicator shows the traceback)\n"
     )
     sys.stderr.flush()

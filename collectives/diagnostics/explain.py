@@ -9,7 +9,7 @@ import numpy as np
 from collectives.bound.all_to_all import EXCHANGED_BYTES, room_of_parts
 from collectives.bound.between_nodes import exchanged_reduction, staged_reduction
 from collectives.bound.exchanged_rows import room_of_row
-from collectives.bound.scatter import sent
+from collectives.bound.scatter import bytes_sent
 from collectives.bound.small import (
     node_of_all,
     room_beside_arrival,
@@ -57,7 +57,7 @@ def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtyp
     if spec_of(collective).reduces:
         return small_reduction(engine, ReduceOp.SUM, dtype, nbytes) is not None
     if collective == "scatter":
-        return nbytes > 0 and sent(engine, nbytes, dtype) <= SMALL_BYTES
+        return nbytes > 0 and bytes_sent(engine, nbytes, dtype) <= SMALL_BYTES
     most = SMALL_BYTES
     if collective == "broadcast":
         most = room_beside_arrival(node)
@@ -79,7 +79,7 @@ def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.
     if collective in ("scan", "exscan"):
         folds = reduction_for(ReduceOp.SUM, dtype).plain_fold is not None
         return folds and 0 < nbytes <= room_of_row(engine, engine.size)
-    given = sent(engine, nbytes, dtype) if collective == "scatter" else nbytes
+    given = bytes_sent(engine, nbytes, dtype) if collective == "scatter" else nbytes
     return 0 < given <= room_of_row(engine, 1)
 
 

@@ -119,11 +119,6 @@ class Engine(CallScope):
             self.node.close()
         self.transport.close()
 
-    @property
-    def lost_rank(self) -> bool:
-        """Whether a call has failed since a rank has died."""
-        return isinstance(self.broken, RankFailedError)
-
     def _fail(self, error: BaseException) -> None:
         """Keep the last calls in a file, and name it in the error."""
         if isinstance(error, RankFailedError):

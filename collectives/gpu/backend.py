@@ -236,7 +236,8 @@ class Devices:
                     gather=lambda content: gather_pickles(engine, pickle.dumps(content)),
                 )
             except BackendUnavailableError as error:
-                log.warning("CUDA IPC can't be used, the host's memory is: %s", error)
+                if engine.rank == 0:
+                    log.warning("CUDA IPC can't be used, the host's memory is: %s", error)
         return HostPath(gpus, engine)
 
     def _use(self, path: DevicePath, found: probe.Found) -> DevicePath:

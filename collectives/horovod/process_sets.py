@@ -136,6 +136,10 @@ class _All(ProcessSet):
             return list(range(size()))
         raise AttributeError(f"ProcessSet has no {name}")
 
+    def __repr__(self) -> str:
+        # `ranks` are not known before `init`.
+        return "ProcessSet of all ranks"
+
 
 global_process_set: ProcessSet = _All()
 _added: list[ProcessSet] = []

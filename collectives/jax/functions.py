@@ -154,8 +154,8 @@ def sendrecv(
 ) -> Tree:
     """The arrays of rank `source`, of equal shapes, while this rank's are sent to `dest`.
 
-    None stands for no rank: nothing is sent, or zeros are received. The transpose sends the other
-    way round.
+    None stands for no rank: nothing is sent, or zeros are received. It runs even if its result
+    isn't used. The transpose sends the other way round.
     """
     source = None if source is None else rank_of("source", source, comm)
     dest = None if dest is None else rank_of("dest", dest, comm)

@@ -77,7 +77,8 @@ def _from_root(x: Any, root: int, comm: Communicator, what: str | None = None) -
 def scatter(x: Any, root: int, *, comm: Any = None) -> Any:
     """Row r of the root's array, on rank r; the other ranks pass an array of the row's shape.
 
-    A MismatchError on every rank, ValueError alone, if the root's has no row for each rank.
+    If the root's array has no row for each rank, every rank raises a MismatchError; a world of one
+    rank a ValueError.
     """
     given_comm = _communicator(comm)
     array = jnp.asarray(x)

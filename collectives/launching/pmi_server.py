@@ -6,8 +6,8 @@ Python's lock.
 
 Arguments: the descriptor of a socket that listens already, and "refuses_late" if it does so until
 the first rank ends. stdin has five lines: the token, the address to listen on, the number of ranks,
-the seconds of the start, and PMI_process_mapping; it stays open while rank 0 runs. stdout receives
-the port.
+the seconds of the start, and PMI_process_mapping; its end before all ranks are connected ends the
+start. stdout receives the port.
 
 A connection begins with a line of the client. Each rank has two, "TOKEN RANK pmi" and "TOKEN RANK
 end". When all ranks have both, the first one receives "ok", or "absent RANK …" or "failed RANK"

@@ -64,10 +64,10 @@ class Handle(Generic[Result]):
         except BaseException as error:
             if self._future.done() and error is self._future.exception():
                 failures.saw(self._future)
-            if not isinstance(error, FutureTimeoutError) or self._future.done():
-                raise
-            # Python 3.10's futures raise a different TimeoutError.
-            raise TimeoutError(f"not done after {timeout} s") from error
+            elif isinstance(error, FutureTimeoutError):
+                # Python 3.10's futures raise a different TimeoutError.
+                raise TimeoutError(f"not done after {timeout} s") from error
+            raise
 
 
 class ProgressThread:

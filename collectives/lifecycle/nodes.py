@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from collectives.calls import Operation
@@ -26,13 +25,13 @@ from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
 from collectives.shm.levels import Levels
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import NodeBarrier
+from collectives.shm.processes import boot_id
 from collectives.shm.progress import ProgressCounters
 from collectives.shm.verdict_barrier import VerdictBarrier
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import check_deadline, warn_once
 
 _ENDS = ("close", "exit")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _between_nodes = threading.Event()
 """Set once a communicator of this process connects several nodes."""
 
@@ -176,21 +175,15 @@ def agree_by_messages(engine: Engine) -> None:
 def _layout(engine: Engine, where: Topology) -> Layout:
     """Number of ranks on each node, and the oversubscription of the cores."""
     own = sorted(os.sched_getaffinity(0))
-    given = gather_pickles(engine, pickle.dumps((_machine(where.node), own)))
+    # What the ranks on the cores of one machine have in common, also in several containers.
+    machine = boot_id() or f"node {where.node}"
+    given = gather_pickles(engine, pickle.dumps((machine, own)))
     cores: dict[str, set[int]] = {}
     for machine, each in given:
         cores.setdefault(machine, set()).update(each)
     ranks = Counter(machine for machine, _ in given)
     ratios = [ranks[each] / (len(cores[each]) or os.cpu_count() or 1) for each in ranks]
     return Layout(tuple(map(len, where.members)), max(1.0, *ratios))
-
-
-def _machine(node: int) -> str:
-    """What the ranks on the cores of one machine have in common, also in several containers."""
-    try:
-        return _BOOT.read_text("ascii")
-    except OSError:
-        return f"node {node}"
 
 
 def _share(engine: Engine, node: Engine) -> list[memoryview] | None:

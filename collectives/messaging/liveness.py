@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from collectives.shm.processes import is_alive, process_namespace
+from collectives.shm.processes import boot_id, is_alive, process_namespace
 
 _LOOK_SECONDS = 0.1
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(NamedTuple):
@@ -24,11 +21,9 @@ class Process(NamedTuple):
 
 def this_process() -> Process:
     """The one that calls."""
-    number, namespace = os.getpid(), process_namespace()
-    with suppress(OSError):
-        boot = _BOOT.read_text(encoding="ascii").strip()
-        if namespace:
-            return Process(number, f"{boot} {namespace}")
+    number, boot, namespace = os.getpid(), boot_id(), process_namespace()
+    if boot and namespace:
+        return Process(number, f"{boot} {namespace}")
     return Process(number, f"{os.uname().nodename}, unseen by others than {number}")
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from collectives.errors import summary_of
+from collectives.errors import pickled, summary_of
 
 
 class RemoteError(RuntimeError):
@@ -41,7 +41,7 @@ def describe(
 ) -> Failure:
     """The exception as it can be sent; `place` names this rank, or the object that failed."""
     text = "".join(traceback.format_exception(error))
-    return Failure(_pickled(error, dumps), summary_of(error), place, text)
+    return Failure(pickled(error, dumps), summary_of(error), place, text)
 
 
 def rebuild(failure: Failure) -> BaseException:
@@ -53,19 +53,9 @@ def rebuild(failure: Failure) -> BaseException:
     return error
 
 
-def _pickled(error: BaseException, dumps: Callable[[BaseException], bytes]) -> bytes | None:
-    """None unless pickle restores an exception of the same class; it may raise anything."""
+def _unpickled(content: bytes | None) -> BaseException | None:
     try:
-        pickled = dumps(error)
-        same = type(pickle.loads(pickled)) is type(error)
-    except Exception:
-        return None
-    return pickled if same else None
-
-
-def _unpickled(pickled: bytes | None) -> BaseException | None:
-    try:
-        error = None if pickled is None else pickle.loads(pickled)
+        error = None if content is None else pickle.loads(content)
     except Exception:  # a class that only the sender has
         return None
     return error if isinstance(error, BaseException) else None

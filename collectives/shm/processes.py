@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def process_namespace() -> int:
@@ -11,6 +12,14 @@ def process_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def boot_id() -> str:
+    """What the processes of one running kernel have in common; "" if it isn't known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
 
 
 def is_alive(process: int) -> bool:

@@ -115,7 +115,7 @@ class BackwardHooks:
         try:
             current.arrive(bucket)
         except UnusableGradientError as error:
-            raise self._refuse(str(error)) from None
+            raise self._refuse(f"{error}{self.renewal}") from None
 
     def _begin(self, late: bool = False) -> Round:
         weight, self.weight = self.weight, None
@@ -156,7 +156,7 @@ class BackwardHooks:
         try:
             current.complete(self._optional)
         except UnusableGradientError as error:
-            raise self._refuse(str(error)) from None
+            raise self._refuse(f"{error}{self.renewal}") from None
         finally:
             self._reset()
         self._stepped = self._failed = False

@@ -286,8 +286,7 @@ def refuse_changed(members: Sequence[Member], dtype: Any) -> None:
     for name, parameter in members:
         if parameter.dtype is not dtype:
             raise UnusableGradientError(
-                f"{name}: its dtype was {dtype} at first, and is {parameter.dtype} now: call"
-                " distribute again, or make a new reducer"
+                f"{name}: its dtype was {dtype} at first, and is {parameter.dtype} now: "
             )
 
 

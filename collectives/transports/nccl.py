@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.transports.base import Native, PointToPoint
 from collectives.transports.nccl_driver import NcclDriver, NcclError
-from collectives.transports.parts import parts_by_rank
+from collectives.transports.parts import others, parts_by_rank
 
 _BYTE = 1
 _SUM, _PRODUCT, _MAX, _MIN, _AVERAGE = range(5)
@@ -184,13 +184,9 @@ class NcclTransport(PointToPoint):
         parts = parts_by_rank(target, lengths)
         outgoing, incoming = parts[: self.size], parts[self.size :]
         self.exchange(
-            [(peer, outgoing[peer]) for peer in self._others],
-            [(peer, incoming[peer]) for peer in self._others],
+            [(peer, outgoing[peer]) for peer in others(self.rank, self.size)],
+            [(peer, incoming[peer]) for peer in others(self.rank, self.size)],
         )
-
-    @property
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self.size) if peer != self.rank]
 
     def failure(self) -> NcclError | None:
         """The error of the calls started so far, as far as this rank has detected it."""

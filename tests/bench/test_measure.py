@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from bench.cases import CASES
-from bench.cases.asynchronous import Asynchronous
 from bench.cases.reductions import AllReduce
 from bench.measure import Bench, Settings
 from bench.peers import open_peer
@@ -54,7 +53,8 @@ def test_the_asynchronous_form_of_each(name, comm, world, monkeypatch):
 
     monkeypatch.setattr(comm, f"{name}_async", recorded)
     problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64), "sum", comm.size - 1, tensors=2)
-    bench = Bench(comm, world, Asynchronous(CASES[name]), SETTINGS, open_peer("mpi4py", world))
+    settings = replace(SETTINGS, asynchronous=True)
+    bench = Bench(comm, world, CASES[name], settings, open_peer("mpi4py", world))
     (row,) = bench.rows(problem, ["auto"])
     assert started
     for measured in filter(None, (row.out_of_place, row.in_place)):

@@ -1,5 +1,6 @@
 """The verifier rejects wrong schedules, made by mutation of right ones or by hand."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -251,6 +252,13 @@ def test_the_error_names_round_rank_and_chunk(fault):
     with pytest.raises(ScheduleError) as caught:
         check(collective, rounds, 2, chunks)
     assert message in str(caught.value)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (type(error), str(error)) == (ScheduleError, str(caught.value))
+    assert (error.round, error.rank, error.chunk) == (
+        caught.value.round,
+        caught.value.rank,
+        caught.value.chunk,
+    )
 
 
 def test_ranks_that_fold_in_different_orders():

@@ -361,9 +361,23 @@ class OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
+class SpeechlessError(Exception):
+    """Its text can't be made."""
+
+    def __str__(self):
+        return "code " + self.args[0]
+
+
 def _raise_on(kind, rank):
     if MPI.COMM_WORLD.rank == rank:
         raise kind("missing here")
+
+
+class Unpicklable:
+    """Raises a SpeechlessError when it is pickled."""
+
+    def __reduce__(self):
+        raise SpeechlessError(7)
 
 
 class Missing:
@@ -389,6 +403,8 @@ def test_what_cannot_be_unpickled_is_raised_everywhere_and_the_next_call_works(c
     for kind in (RuntimeError, FileNotFoundError, ZeroDivisionError):
         with pytest.raises(kind) if comm.rank == root else nullcontext():
             comm.broadcast_object(Missing(kind, root), 0)
+    with pytest.raises(RuntimeError, match="SpeechlessError, whose text can't be made: TypeError"):
+        comm.all_gather_object(Unpicklable() if comm.rank == root else 0)
     # Only the last rank's object can't be pickled.
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         comm.all_gather_object((lambda: 0) if comm.rank == root else 0)

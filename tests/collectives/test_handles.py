@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from collectives import (
     RootMismatchError,
     ShapeMismatchError,
 )
+from collectives.lifecycle.futures import Handle
 from collectives.transports.local import run
 from tests.collectives.oracle import case, reduced, value, values
 from tests.slow import slow, slow_but
@@ -183,6 +186,16 @@ def test_it_returns_before_the_others_have_come(comm):
         comm.barrier()
         handle = comm.all_reduce_async(value(comm.rank, 1000))
     np.testing.assert_array_equal(handle.wait(10), reduced("sum", values(comm.size, 1000)))
+
+
+def test_a_call_that_ends_just_after_the_time_of_a_wait():
+    class Late(Future):
+        def result(self, timeout=None):
+            self.set_result(None)
+            raise FutureTimeoutError
+
+    with pytest.raises(TimeoutError, match="not done after 1.0 s"):
+        Handle(Late()).wait(1)
 
 
 @pytest.mark.mpi

@@ -1,14 +1,13 @@
 """Start pytest on a world of ranks under mpirun, and end it in every case."""
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
+from bench.hosts.namespaces import find_mpirun as find_mpirun
 from bench.hosts.namespaces import is_open_mpi
 from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_segments
 
@@ -39,13 +38,6 @@ class Ending:
     def tail(self):
         """Return the last lines of the output of mpirun and the ranks."""
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
-
-
-@cache
-def find_mpirun():
-    """Return the mpirun that belongs to this Python, else the one on the PATH, else None."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def mpirun_command(mpirun, size):
