@@ -17,10 +17,11 @@ from strategies.replication import contexts
 
 
 class StrategyExtended:
-    """One strategy's further methods. All but the properties need a cross-replica context.
+    """One strategy's further methods.
 
-    RuntimeError inside `run` and inside the scope of another strategy. `destinations` are a
-    variable, an array or the name of a device, as in TensorFlow; results are on every replica.
+    Those that communicate or update need a cross-replica context: RuntimeError inside `run` and
+    inside the scope of another strategy. `destinations` are a variable, an array or the name of a
+    device, as in TensorFlow; results are on every replica.
     """
 
     def __init__(self, strategy: Any) -> None:

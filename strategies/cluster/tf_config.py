@@ -77,7 +77,7 @@ def validate_task(task: Task, cluster: ClusterSpec) -> None:
 
 
 def validate_for_collective_training(config: TFConfig) -> None:
-    """Raise ValueError where `MultiWorkerMirroredStrategy` can't train with this configuration.
+    """Raise ValueError where a strategy without parameter servers can't train with these jobs.
 
     TensorFlow refuses a ps task in its own process only. Here every task is a rank of the same
     world, so a cluster with a ps task is refused on every rank alike. An evaluator may stand in
@@ -86,9 +86,9 @@ def validate_for_collective_training(config: TFConfig) -> None:
     jobs = config.cluster.as_dict() if config.cluster else {}
     if jobs.get("ps"):
         seen = f'cluster["ps"] is {shown(jobs["ps"])}'
-        allowed = f"MultiWorkerMirroredStrategy takes only the jobs {_TRAINING_JOBS}"
+        allowed = f"a strategy without parameter servers takes only the jobs {_TRAINING_JOBS}"
         raise ValueError(f"{seen}; {allowed}: use ParameterServerStrategy")
-    _validate_for("MultiWorkerMirroredStrategy", _TRAINING_JOBS, config)
+    _validate_for("a strategy without parameter servers", _TRAINING_JOBS, config)
 
 
 def validate_for_parameter_servers(config: TFConfig) -> None:

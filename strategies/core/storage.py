@@ -43,7 +43,7 @@ class Storage(ABC):
 
     @abstractmethod
     def change(self, change: Change, *operands: Any) -> None:
-        """Change every copy of the value; collective where a strategy keeps fewer than replicas.
+        """Change every copy of the value; collective where replicas share copies.
 
         All replicas give the same change and operands.
         """
@@ -53,7 +53,7 @@ class Storage(ABC):
         self.change(change, *operands)
 
     def part_of(self, array: Array) -> Array:
-        """What this process updates of an array of the value's shape: all, unless ranks share."""
+        """What this process updates of an array of the value's shape: all, or a share of it."""
         return array
 
     def own_part(self) -> Array:

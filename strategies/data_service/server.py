@@ -105,6 +105,7 @@ class DatasetServer:
         """Receive, then deal one batch, or make one, or wait."""
         idle = not self._wanted() and not self._may_make()
         self._receive(POLL_SECONDS if idle else 0)
+        self._sort_requests()
         if not self._training:
             return
         if all(each.epoch > self._epoch for each in self._training.values()):
@@ -150,6 +151,10 @@ class DatasetServer:
 
     def _wanted(self) -> bool:
         """Whether a batch of this epoch is requested."""
+        return any(call.body.epoch == self._epoch for call in self._requests)
+
+    def _sort_requests(self) -> None:
+        """Answer the requests of earlier epochs, and drop those of epochs that a rank has left."""
         wanted: deque[Call] = deque()
         for call in self._requests:
             if call.body.epoch < self._epoch:
@@ -157,7 +162,6 @@ class DatasetServer:
             elif call.body.epoch >= self._training[call.source].epoch:
                 wanted.append(call)
         self._requests = wanted
-        return any(call.body.epoch == self._epoch for call in wanted)
 
     def _may_make(self) -> bool:
         return self._source is not None and len(self._ready) < _AHEAD
@@ -195,8 +199,7 @@ class DatasetServer:
         self._ready.clear()
         for training in self._training.values():
             training.held.clear()
-        # Requests of the epoch that has ended.
-        self._wanted()
+        self._sort_requests()
 
     def _close(self, reason: str) -> None:
         for rank in list(self._training):

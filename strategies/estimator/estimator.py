@@ -141,9 +141,10 @@ class Estimator:
         steps: the number of batches of each replica; None: all of the data. checkpoint_path: None
         is the latest one; the model's first values where there is none. Collective.
         """
-        refuse("evaluate", {"hooks": hooks}, "input_fn, steps, checkpoint_path")
-        refuse_both(steps, None)
         strategy = self._eval_strategy
+        with PropagatedErrors(strategy.communicator, "Estimator.evaluate"):
+            refuse("evaluate", {"hooks": hooks}, "input_fn, steps, checkpoint_path")
+            refuse_both(steps, None)
         path = checkpoint_path or self._latest(strategy)
         step = step_of(path)
         restored = self._model_of(ModeKeys.EVAL, strategy)

@@ -46,9 +46,9 @@ class RestoredModel:
         self._steps_per_execution = self.model.steps_per_execution
 
     def train_steps(self, count: int | None) -> None:
-        """Have `fit` train no more than `count` steps: it executes so many at a time as divide it.
+        """Have `fit` train no more than `count` steps.
 
-        The model's own `steps_per_execution` is the most.
+        `steps_per_execution`, the model's own at most, becomes a divisor of `count`.
         """
         together = math.gcd(self._steps_per_execution, count or 0)
         if together != self.model.steps_per_execution:

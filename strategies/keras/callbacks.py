@@ -35,7 +35,7 @@ _SAVERS = _present("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
 ON_CHIEF = (*_SAVERS, *_present("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard"))
 """Callbacks that write what is written once: `fit` runs them on the chief alone."""
 
-_KEPT = "set_model", "on_train_begin", "on_epoch_end"
+_KEPT = "set_model", "on_train_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"
 """Methods that the chief's callbacks run while the other ranks go on to a call."""
 
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -180,7 +180,7 @@ class _EpochAgreement(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make state and first epoch the chief's, which may have restored them from a backup."""
-        self._raise_savers_error()
+        self._raise_chiefs_error()
         self._statistics.broadcast()
         first = self._training.communicator.broadcast_object(self.model._initial_epoch)
         self.model._initial_epoch = first
@@ -199,6 +199,10 @@ class _EpochAgreement(keras.callbacks.Callback):
         """Stop where a callback on any rank stops."""
         self._agree_to_stop()
 
+    def on_train_end(self, logs: Any = None) -> None:
+        """Raise what the chief's callbacks have raised at the end."""
+        self._raise_chiefs_error()
+
     def _agree_to_stop(self) -> None:
         # Not by the property, which copies the whole state in JAX.
         model = self._model
@@ -207,13 +211,13 @@ class _EpochAgreement(keras.callbacks.Callback):
         what = "fit: whether a callback has set stop_training"
         stops = self._training.communicator.all_reduce(stops, "max", what=what)
         if stops[0] == _FAILED:
-            self._raise_savers_error()
+            self._raise_chiefs_error()
         model.stop_training = bool(stops[0])
 
-    def _raise_savers_error(self) -> None:
-        """Raise what a callback that saves has raised on the chief. Collective."""
+    def _raise_chiefs_error(self) -> None:
+        """Raise what a callback that the chief alone runs has raised there. Collective."""
         error, self._training.chiefs_error = self._training.chiefs_error, None
-        raise_on_all(self._training.communicator, "fit's callbacks that save", error)
+        raise_on_all(self._training.communicator, "fit's callbacks of the chief alone", error)
 
 
 class _BatchAgreement(_EpochAgreement):

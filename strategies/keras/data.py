@@ -80,10 +80,6 @@ class Pieces(DataAdapter):
         self._compared = True
         warn_of_different_batches(self._training, batch)
 
-    def get_numpy_iterator(self) -> Iterator[Any]:
-        """Pieces of NumPy arrays."""
-        return self._cut(self._whole.get_numpy_iterator())
-
     def get_jax_iterator(self) -> Iterator[Any]:
         """Pieces of arrays for JAX."""
         begun, self._begun = self._begun, None

@@ -73,7 +73,7 @@ class LoopMethods:
 
         def shared() -> tuple[Any, Any]:
             split_validation(given)
-            validation = self._validation(given, given["batch_size"])
+            validation = self._validation(given)
             options = taken(given, *_DATA, "batch_size", "class_weight", "shuffle")
             options["steps_per_epoch"] = given["steps_per_epoch"]
             return share_data(training, **options, seed=seed), validation
@@ -206,7 +206,7 @@ class LoopMethods:
         if self._shared and self._training.reduces and not self._fits:
             self._statistics.broadcast(optimizers=trains)
 
-    def _validation(self, given: Mapping[str, Any], batch_size: Any) -> Any:
+    def _validation(self, given: Mapping[str, Any]) -> Any:
         data = given["validation_data"]
         if data is None:
             return None
@@ -214,7 +214,7 @@ class LoopMethods:
         return share_data(
             self._training,
             *parts,
-            batch_size=given["validation_batch_size"] or batch_size,
+            batch_size=given["validation_batch_size"] or given["batch_size"],
             steps_per_epoch=given["validation_steps"],
             most=self._read_by(given["validation_steps"]),
         )

@@ -33,7 +33,7 @@ def check_losses(model: Any, training: Training) -> None:
     if not training.reduces:
         from strategies.keras.tensorflow_steps import has_sums
 
-        has_sums(model)
+        has_sums(model)  # raises where some are sums and others means
 
 
 def checked_loss(model: Any, training: Training) -> dict[str, Callable[..., Any]]:

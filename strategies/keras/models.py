@@ -36,7 +36,8 @@ def prepare(model: Any, training: Training) -> None:
     output are the ranks'.
 
     ValueError for a loss whose mean over the ranks isn't the whole batch's, and for a model of the
-    TensorFlow backend that was made outside of the strategy's scope.
+    TensorFlow backend that was made outside of the strategy's scope; TypeError for one of another
+    backend that the strategy doesn't train.
     """
     check_losses(model, training)
     if not training.reduces and keras.backend.backend() != "tensorflow":

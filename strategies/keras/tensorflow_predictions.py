@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import keras
@@ -73,8 +73,9 @@ def _joined(step: Callable[..., Any], data: Any) -> Any:
     outputs = step(given)
     if empty is not None:
         outputs = keras.tree.map_structure(lambda each: each[:rows], outputs)
-    replica = tf.distribute.get_replica_context()
-    return keras.tree.map_structure(lambda each: replica.all_gather(each, axis=0), outputs)
+    # Of all ranks, also under LocalSGDStrategy.
+    gather = partial(tf.distribute.get_strategy().extended.operations.gather, axis=0)
+    return keras.tree.map_structure(gather, outputs)
 
 
 def training_of(model: Any) -> Training | None:

@@ -50,7 +50,7 @@ class UpdateRule(ABC):
         """As `apply`, element by element."""
 
     def rows_step(self, values: Array) -> Array | None:
-        """What rows lose of which `values` are the gradient; None where other rows change as well.
+        """The decrease of rows whose gradient is `values`; None if the rule changes other rows too.
 
         As in Keras 3, only a rule without slots changes no rows but those that have a gradient.
         """

@@ -42,10 +42,7 @@ class ServedStorage(Storage):
         """Pull the value. Its memory is used by the next pull, unless it is still referenced."""
         if self._buffer is None:
             self._buffer = ReusedArray(self.shape, self.dtype)
-        return self.read_into(self._buffer.take())
-
-    def read_into(self, out: Array) -> Array:
-        """Pull the value into an array of the same shape and dtype, and return it."""
+        out = self._buffer.take()
         self.client.pull(self.pulls_into(out))
         return out
 

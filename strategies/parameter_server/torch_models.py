@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -66,10 +66,6 @@ _hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
 """The hooks of each optimizer. It may be given with several models: the last one counts."""
 
 
-_hooks_of_all: list[Any] = []
-"""The hook of all optimizers' steps, once there is a model."""
-
-
 def distribute(
     strategy: Replication, worker: Worker, model: Any, optimizer: Any, *, counts: bool
 ) -> None:
@@ -94,9 +90,13 @@ def distribute(
             earlier.close()
     _models.append(_Model(worker, served, model, optimizers))
     worker.settle, worker.restored = partial(_settle, worker), partial(_restored, worker)
-    if not _hooks_of_all:
-        _hooks_of_all.append(register_optimizer_step_pre_hook(_refuse_others))
+    _watch_all_optimizers()
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+@cache
+def _watch_all_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_others)
 
 
 def _settle(worker: Worker) -> None:

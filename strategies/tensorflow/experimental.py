@@ -10,7 +10,6 @@ from collectives import Communicator
 from strategies.checkpoint import preemption
 from strategies.checkpoint.preemption import TerminationConfig
 from strategies.tensorflow import mirrored
-from strategies.tensorflow.cluster import options_of
 from strategies.tensorflow.mirrored import CentralStorageStrategy
 from strategies.tensorflow.parameter_server import ParameterServerStrategy
 
@@ -40,7 +39,7 @@ class MultiWorkerMirroredStrategy(mirrored.MultiWorkerMirroredStrategy):
         *,
         communicator: Communicator | None = None,
     ) -> None:
-        super().__init__(cluster_resolver, options_of(communication), communicator=communicator)
+        super().__init__(cluster_resolver, communication, communicator=communicator)
 
 
 class PreemptionCheckpointHandler(preemption.PreemptionCheckpointHandler):

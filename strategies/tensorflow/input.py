@@ -11,7 +11,7 @@ from tensorflow.python.data.experimental.ops import distribute as distribute_ops
 from tensorflow.python.distribute import input_util
 
 from collectives import Communicator
-from strategies.core.same_error import call_on_all
+from strategies.core.same_error import PropagatedErrors, call_on_all
 from strategies.tensorflow.files import chain, files_of, split_of
 from strategies.tensorflow.seeds import orders_of, warn_of_orders
 
@@ -22,6 +22,7 @@ _POLICIES = tf.data.experimental.AutoShardPolicy
 # An iterator of one device, in host memory. TensorFlow's default is MultiDeviceIterator, which
 # frees its dataset before its thread has ended, so that a process may end by SIGSEGV where an
 # iterator is dropped (TensorFlow 2.21, core/kernels/data/multi_device_iterator_ops.cc).
+_DISTRIBUTE = "experimental_distribute_dataset"
 _HOST = tf.distribute.InputOptions(
     experimental_fetch_to_device=False,
     experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
@@ -41,12 +42,13 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """
     communicator, options = extended.operations.communicator, _on_host(options)
     alone = communicator.size == 1
-    _check_dataset(dataset, "experimental_distribute_dataset is given")
-    if not alone and any(each.shape.rank == 0 for each in _tensor_specs(dataset)):
-        raise ValueError(
-            f"the dataset's elements are {dataset.element_spec}: must be batches, whose rows are"
-            " split between the ranks; call batch() first"
-        )
+    with PropagatedErrors(communicator, _DISTRIBUTE):
+        _check_dataset(dataset, f"{_DISTRIBUTE} is given")
+        if not alone and any(each.shape.rank == 0 for each in _tensor_specs(dataset)):
+            raise ValueError(
+                f"the dataset's elements are {dataset.element_spec}: must be batches, whose rows"
+                " are split between the ranks; call batch() first"
+            )
 
     def make(source: Any) -> Any:
         try:
@@ -111,9 +113,10 @@ def _agreed_policy(communicator: Communicator, dataset: Any) -> Any:
 
 def distribute_whole_batches(extended: Any, dataset: Any, options: Any) -> Any:
     """As `distribute`, of batches that are meant for one rank each. Collective."""
-    _check_dataset(dataset, "experimental_distribute_dataset is given")
     communicator = extended.operations.communicator
     rank, size = communicator.rank, communicator.size
+    with PropagatedErrors(communicator, _DISTRIBUTE):
+        _check_dataset(dataset, f"{_DISTRIBUTE} is given")
     length = int(distribute_ops.compute_batch_size(dataset))
     padded = any(
         each.shape.rank is None or not each.shape[1:].is_fully_defined()

@@ -42,11 +42,12 @@ class LocalSGDStrategy(Strategy):
 
     Slots of optimizers stay each rank's own. `num_replicas_in_sync` is 1, so that
     `tf.nn.compute_average_loss` divides by the replica's own batch. A distributed dataset's batches
-    are for one replica each. `reduce`, `gather` and metrics that are read outside of `run` are over
-    all ranks. Variables that are read there are the rank's own: call `synchronize` at the end of
-    training. Variables are averaged too, and a new round begins, where all ranks save a checkpoint
-    or a model, at the end of Keras's `fit`, before its validations, and at the end of each epoch if
-    a callback saves the model.
+    are for one replica each. `all_reduce` and `all_gather` within `run` are of the one replica;
+    `reduce`, `gather` and metrics that are read outside of `run` are over all ranks. Variables that
+    are read there are the rank's own: call `synchronize` at the end of training. Variables are
+    averaged too, and a new round begins, where all ranks save a checkpoint or a model, at the end
+    of Keras's `fit`, before its validations, and at the end of each epoch if a callback saves the
+    model.
 
     Raises ValueError unless one of `sync_every` (from 1) and `sync_seconds` (above 0) is given, and
     on every rank where they differ; TypeError for an outer optimizer that is none. Collective.
@@ -145,6 +146,18 @@ class LocalExtended(CollectiveExtended):
             self._begin_step()
         empty = self.empty_batches.is_empty()
         return [_without_nan(local_value(value), empty) for value, _ in pairs]
+
+    def compare_keys(self, value: Any) -> None:
+        """Compared outside of `run`: within it, a reduction is the replica's own."""
+        if not self.statistics.running:
+            super().compare_keys(value)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if self.statistics.running:
+            return local_value(value)
+        return super()._gather_to_implementation(value, destinations, axis, options)
 
     def gradient_sums(self, gradients: Sequence[Any], rows: Any, of: Hashable = None) -> list[Any]:
         """The gradients themselves, which are those of a step."""

@@ -200,7 +200,7 @@ class Operations:
         value = tf.convert_to_tensor(value)
         return self._execute_one(self.replication.broadcast_first, value, value.shape)
 
-    def mirror(self, value: Any, what: str = "a variable's initial value") -> Any:
+    def mirror(self, value: Any, what: str) -> Any:
         """The chief's value of a new variable; TypeError for strings.
 
         A MismatchError on every rank where shapes, dtypes or texts differ.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -33,9 +34,10 @@ from strategies.tensorflow.variables import callers
 
 
 class _State(threading.local):
-    """Whether this thread records a checkpoint that another rank has written."""
+    """What this thread is doing."""
 
     silent = False
+    """Whether it records a checkpoint that another rank has written."""
     saves = False
     """Whether a model is being saved, by functions that call each other."""
 
@@ -145,6 +147,8 @@ def _once(plain: Callable[..., Any], path_name: str, what: str) -> Callable[...,
 
 def _on_chief_alone() -> bool:
     """Whether a callback that `fit` runs on the chief alone is on the stack of calls."""
+    if "keras" not in sys.modules:
+        return False
     from strategies.keras.callbacks import ON_CHIEF
 
     return any(isinstance(frame.f_locals.get("self"), ON_CHIEF) for frame in callers())

@@ -28,13 +28,11 @@ def closure_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
 
 def step_hooks(
     optimizer: Any,
-    before: Callable[..., Any] | None = None,
+    before: Callable[..., Any],
     after: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """Register hooks as torch calls them; returns what removes them."""
-    hooks = []
-    if before is not None:
-        hooks.append(optimizer.register_step_pre_hook(_once(before)))
+    hooks = [optimizer.register_step_pre_hook(_once(before))]
     if after is not None:
         hooks.append(optimizer.register_step_post_hook(_once(after)))
     return hooks

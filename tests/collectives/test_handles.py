@@ -194,7 +194,7 @@ def test_a_call_that_ends_just_after_the_time_of_a_wait():
             self.set_result(None)
             raise FutureTimeoutError
 
-    with pytest.raises(TimeoutError, match="not done after 1.0 s"):
+    with pytest.raises(TimeoutError, match=r"not done after 1\.0 s"):
         Handle(Late()).wait(1)
 
 

@@ -84,8 +84,8 @@ WRONG = {
         ["worker 0 is claimed by rank 0 on", " and rank 1 on", "worker 1 is claimed by no rank"],
     ),
     "a parameter server": (with_jobs("ps", ps=["p"]), ["use ParameterServerStrategy", "['p']"]),
-    "a master": (with_jobs("master", master=["m"]), ["jobs ['master']; Multi"]),
-    "an unknown job": (with_jobs("gpu", gpu=["g"]), ["jobs ['gpu']; Multi", "'evaluator'"]),
+    "a master": (with_jobs("master", master=["m"]), ["jobs ['master']; a strategy without"]),
+    "an unknown job": (with_jobs("gpu", gpu=["g"]), ["jobs ['gpu']; a strategy without", "'evaluator'"]),
     "two chiefs": (with_jobs("chief", chief=["a", "b"]), ["rank 0 on", "one chief is allowed"]),
     "two evaluators": (
         with_jobs("evaluator", evaluator=["a", "b"]),

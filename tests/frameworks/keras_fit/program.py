@@ -623,7 +623,16 @@ def errors_of_the_chiefs_savers():
     assert "on_epoch_end" not in vars(full)
     absent = keras.callbacks.CSVLogger(path / "absent" / "a.csv")
     raised_everywhere(OSError, "absent", lambda: together.fit(X, Y, callbacks=[absent], **how))
+    for method in ("on_train_batch_end", "on_train_end"):
+        log = keras.callbacks.CSVLogger(path / f"{RANK}.csv")
+        setattr(log, method, _full)
+        fit = partial(together.fit, X, Y, callbacks=[log], **how)
+        raised_everywhere(OSError, "no room", fit)
     together.fit(X, Y, epochs=1, **how)
+
+
+def _full(*args, **named):
+    raise OSError("no room")
 
 
 class Custom(keras.Model):

@@ -96,6 +96,27 @@ def test_a_run_without_an_optimizer_is_no_step(tf, ds, comm, older):
     np.testing.assert_array_equal(weights.numpy(), [comm.size + 1.0])
 
 
+def test_calls_within_run_are_of_the_one_replica(tf, ds, comm):
+    """One rank makes more of them than the others, and derives its own rows."""
+    strategy = ds.LocalSGDStrategy(3, communicator=comm)
+
+    def step(own):
+        context = tf.distribute.get_replica_context()
+        context.all_reduce("SUM", {"own": own})
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            rows = context.all_gather(own, axis=0)
+            loss = tf.reduce_sum(rows * rows)
+        return rows, tape.gradient(loss, own)
+
+    own = tf.fill([2, 1], comm.rank + 1.0)
+    for _ in range(1 + comm.rank):
+        rows, gradient = strategy.run(step, args=(own,))
+    np.testing.assert_array_equal(rows, own)
+    np.testing.assert_array_equal(gradient, 2 * own)
+    assert strategy.gather(own, axis=0).shape == (2 * comm.size, 1)
+
+
 def test_batches_and_arguments(tf, ds, comm):
     strategy = ds.LocalSGDStrategy(3, communicator=comm)
     dataset = tf.data.Dataset.range(10).batch(2)
