@@ -29,6 +29,8 @@ class Algorithm:
     name: str
     schedule: Schedule
     chunks: Callable[[int], int]
+    digest: str = ""
+    """Of the schedule, which every rank registers for itself; of this package all have the same."""
 
 
 _DEFAULT = "auto"
@@ -92,14 +94,19 @@ def find(collective: str, name: str) -> Algorithm:
     return _TABLE[collective, name]
 
 
-def check_name(collective: str, name: str | None) -> None:
-    """Raise ValueError for an algorithm or path that the collective does not have."""
-    known = name is None or (
-        isinstance(name, str) and (name in FORCED or (collective, name) in _TABLE)
-    )
-    if not known:
+def forced(collective: str, name: str | None) -> str | None:
+    """The argument that names an algorithm or path, as text that is equal on all ranks.
+
+    ValueError for one that the collective does not have. None for None.
+    """
+    if name is None:
+        return None
+    found = _TABLE.get((collective, name)) if isinstance(name, str) else None
+    if found is None and (not isinstance(name, str) or name not in FORCED):
         there = ", ".join(map(repr, [*names(collective), *FORCED]))
         raise ValueError(f"algorithm={name!r}: {collective} has {there}")
+    text = f"algorithm={name}"
+    return f"{text}, schedule {found.digest}" if found and found.digest else text
 
 
 register("all_reduce", "ring", ring.all_reduce)

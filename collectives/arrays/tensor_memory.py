@@ -61,12 +61,15 @@ class TensorMemory:
             if not tensor.is_contiguous():
                 return None
             address = tensor.data_ptr()
-        except RuntimeError:  # of another layout, or without memory
+            key = address, tensor.dtype, tensor.shape
+        except RuntimeError:  # of another layout, nested, or without memory
             return None
-        key = address, tensor.dtype, tensor.shape
         found = self._known.get(key)
         if found is None and address:
-            return self._known.put(key, _array_over(tensor))
+            try:
+                found = self._known.put(key, _array_over(tensor))
+            except TypeError:  # a dtype that NumPy lacks, of which `from_torch` names the argument
+                return None
         return found
 
     def array(self, tensor: Any) -> Array:

@@ -150,7 +150,7 @@ def _join(
     root: int | None,
 ) -> Operation:
     """all_gather, or gather to a root."""
-    algorithms.check_name(collective, algorithm)
+    detail = algorithms.forced(collective, algorithm)
     rows = Rows(to_array(array), axis)
     receives = root in (None, engine.rank)
     if not receives:
@@ -158,7 +158,7 @@ def _join(
     if out is None or root is not None:
         refuse_lost_gradient(array, "array")
     room = ANY_ROOM if out is None else rows_of(out, rows)
-    signature = signature_of(collective, rows, root, algorithm)
+    signature = signature_of(collective, rows, root, detail)
     if is_device(rows.flat):
         run = partial(_join_on_gpu, signature, rows, array, out, room, algorithm, receives)
         return Operation(signature, run, on_gpu=True)

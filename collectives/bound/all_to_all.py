@@ -29,7 +29,7 @@ from collectives.calls.all_to_all import (
     writer,
 )
 from collectives.calls.arguments import contiguous_apart
-from collectives.consistency.signature import Signature, dtype_name, fingerprint, forced
+from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import NATIVE, QUICKEST, STAGED
@@ -252,10 +252,10 @@ def all_to_all(
     engine: Engine, arrays: Any, *, out: Any = None, algorithm: str | None = None
 ) -> Operation:
     """Send arrays[i] to rank i; entry i of the result was sent by rank i."""
-    algorithms.check_name("all_to_all", algorithm)
+    detail = algorithms.forced("all_to_all", algorithm)
     parts, name = Parts(arrays, engine.size, out), "all_to_all"
     given, nbytes, first = parts.arrays, parts.nbytes, parts.arrays[0]
-    signature = Signature(name, detail=forced(algorithm), nbytes=nbytes)
+    signature = Signature(name, detail=detail, nbytes=nbytes)
     devices = list(map(is_device, given))
     if any(devices):
         if not all(devices):

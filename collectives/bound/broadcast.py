@@ -98,10 +98,10 @@ def broadcast(
 ) -> Operation:
     """The root's content in every rank's array."""
     root = check_index("root", root, engine.size)
-    algorithms.check_name("broadcast", algorithm)
+    detail = algorithms.forced("broadcast", algorithm)
     given = to_array(array)
     output = broadcast_output(given, array, on_root=engine.rank == root)
-    signature, buffer = broadcast_signature(given, root, algorithm), output.buffer
+    signature, buffer = broadcast_signature(given, root, detail), output.buffer
     if is_device(given):
         how = {"root": root, "algorithm": algorithm}
         return operation_on_gpu(signature, None, buffer, output.deliver, **how)

@@ -80,7 +80,7 @@ class BoundMovementCalls(BoundCalls):
 
     def scatter(self, array: Any, root: int, axis: Any, out: Any, algorithm: str | None) -> Any:
         """As `Communicator.scatter`."""
-        bound = self._find(("scatter", root), algorithm)
+        bound = self._find(("scatter", root, axis), algorithm) if type(axis) is int else None
         if bound is not None and (got := bound(array, (axis, out))) is not PASS:
             return got
         return self._run(

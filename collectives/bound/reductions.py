@@ -15,7 +15,7 @@ from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import prefix, refuse_mean
-from collectives.consistency.signature import Signature, check_index, check_text, forced
+from collectives.consistency.signature import Signature, check_index, check_text
 from collectives.cuda.runtime import fetched, filled
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
@@ -34,10 +34,10 @@ def all_reduce(
     what: str | None = None,
 ) -> Operation:
     """The reduction of all ranks' arrays, on every rank."""
-    algorithms.check_name("all_reduce", algorithm)
+    detail = algorithms.forced("all_reduce", algorithm)
     check_text(what)
     given = ReduceInput(array, op)
-    details = [each for each in (forced(algorithm), what) if each is not None]
+    details = [each for each in (detail, what) if each is not None]
     signature = given.signature("all_reduce", detail=", ".join(details) or None)
     key = key_of(given.array, op, what)
     return _reduction(bind_all_reduce, signature, key, given, given.output(out), algorithm)
@@ -54,12 +54,12 @@ def reduce(
 ) -> Operation:
     """The reduction of all ranks' arrays, on the root alone; None elsewhere."""
     root = check_index("root", root, engine.size)
-    algorithms.check_name("reduce", algorithm)
+    detail = algorithms.forced("reduce", algorithm)
     # On every rank alike, though the root alone gets a result.
     refuse_lost_gradient(array, "array")
     given = ReduceInput(array, op)
     output = given.output(out) if engine.rank == root else None
-    signature = given.signature("reduce", root, forced(algorithm))
+    signature = given.signature("reduce", root, detail)
     key = "reduce", op, given.array.dtype, given.shape, root
     return _reduction(bind_reduce, signature, key, given, output, algorithm)
 
@@ -105,7 +105,7 @@ def reduce_scatter(
     algorithm: str | None = None,
 ) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the reduction."""
-    algorithms.check_name("reduce_scatter", algorithm)
+    detail = algorithms.forced("reduce_scatter", algorithm)
     given = ReduceInput(array, op)
     if out is None:
         refuse_lost_gradient(array, "array")
@@ -116,7 +116,7 @@ def reduce_scatter(
     source, shape = rows.flat, (rows.count, *rows.rest)
     if out is not None and may_overlap(source, output.buffer):
         source = copied(source)
-    signature = reduce_scatter_signature(given, rows.axis, algorithm)
+    signature = reduce_scatter_signature(given, rows.axis, detail)
     if given.on_gpu:
         how = {"op": given.op, "algorithm": algorithm}
         lengths = tuple(count * rows.elements for count in counts)
@@ -167,12 +167,12 @@ def _scan(
     collective: str, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None
 ) -> Operation:
     """Device arrays are staged through the host."""
-    algorithms.check_name(collective, algorithm)
+    detail = algorithms.forced(collective, algorithm)
     given = ReduceInput(array, op)
     refuse_mean(collective, given.op)
     reduction_for(given.op, given.dtype)  # as on the CPU
     output = given.output(out)
-    signature = given.signature(collective, detail=forced(algorithm))
+    signature = given.signature(collective, detail=detail)
 
     def run_on_gpu(engine: Engine) -> Any:
         filled(

@@ -19,11 +19,11 @@ from collectives.bound.from_root import Sent, bind_from_root
 from collectives.bound.small import node_of_all
 from collectives.caching import LRU
 from collectives.calls import Operation
-from collectives.calls.arguments import split_rows
+from collectives.calls.arguments import axis_of, split_rows
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import Scattered, look_at, scattered
 from collectives.calls.objects import outcome_of, result_of
-from collectives.consistency.signature import Signature, check_index, forced
+from collectives.consistency.signature import Signature, check_index
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm.selector import PathSelector
@@ -188,8 +188,10 @@ def scatter(
 ) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
     root = check_index("root", root, engine.size)
-    algorithms.check_name("scatter", algorithm)
-    signature = Signature("scatter", root=root, detail=forced(algorithm))
+    axis, detail = axis_of(axis), algorithms.forced("scatter", algorithm)
+    if axis:
+        detail = f"axis={axis}" if detail is None else f"axis={axis}, {detail}"
+    signature = Signature("scatter", root=root, detail=detail)
     bind = partial(bind_scatter, signature=signature, algorithm=algorithm)
-    key = "scatter", root
+    key = "scatter", root, axis
     return bound_operation(signature, key, bind, array, (axis, out), as_it_is, algorithm)

@@ -32,16 +32,21 @@ def split_rows(count: int, size: int) -> tuple[int, ...]:
     return tuple(split_lengths(count, size).tolist())
 
 
+def axis_of(axis: Any) -> int:
+    """The axis as an int; TypeError for what is none."""
+    try:
+        return operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis={axis!r}: must be an integer") from None
+
+
 class Rows:
     """An array seen as rows along one axis, which comes first in `flat`. 0-d counts as one row."""
 
     def __init__(self, array: Array, axis: Any) -> None:
         if not array.ndim:
             array = array.reshape(1)
-        try:
-            self.axis = operator.index(axis)
-        except TypeError:
-            raise TypeError(f"axis={axis!r}: must be an integer") from None
+        self.axis = axis_of(axis)
         if not -array.ndim <= self.axis < array.ndim:
             raise ValueError(
                 f"axis={axis!r}: array has {array.ndim} axes,"

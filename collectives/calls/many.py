@@ -134,7 +134,7 @@ class Many:
             own = parts if blocking else self._parts_on(engine).find(kinds, limit, reduction)
             for part in own:
                 if isinstance(part, SharedBucket):
-                    _reduce_in_stage(part, given, outputs)
+                    engine.errstate.run(_reduce_in_stage, part, given, outputs)
                 elif len(part.slots) == 1:
                     _reduce_alone(engine, reduction, given, outputs, part.slots[0].index)
                 else:

@@ -24,7 +24,7 @@ from collectives.arrays.kinds import (
 )
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
 from collectives.calls.arguments import Rows, received_as, split_rows
-from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name, forced
+from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name
 from collectives.cuda.runtime import filled
 from collectives.errors import in_step
 from collectives.execution.engine import Engine
@@ -44,16 +44,16 @@ def broadcast_output(given: Array, array: Any, *, on_root: bool) -> Output:
     return given_output(array, given.shape, given.dtype, name="array")
 
 
-def broadcast_signature(given: Array, root: int, algorithm: str | None) -> Signature:
+def broadcast_signature(given: Array, root: int, detail: str | None) -> Signature:
     """The call that sends the root's array."""
-    shape, dtype, detail = given.shape, dtype_name(given.dtype), forced(algorithm)
-    return Signature("broadcast", None, dtype, shape, root, detail, given.nbytes)
+    dtype = dtype_name(given.dtype)
+    return Signature("broadcast", None, dtype, given.shape, root, detail, given.nbytes)
 
 
-def signature_of(collective: str, rows: Rows, root: int | None, algorithm: str | None) -> Signature:
+def signature_of(collective: str, rows: Rows, root: int | None, detail: str | None) -> Signature:
     """The call that joins rows, whose number each rank chooses."""
     shape, dtype, nbytes = rows.shape(ANY_LENGTH), dtype_name(rows.dtype), rows.flat.nbytes
-    return Signature(collective, None, dtype, shape, root, forced(algorithm), nbytes)
+    return Signature(collective, None, dtype, shape, root, detail, nbytes)
 
 
 def rows_of(out: Any, rows: Rows) -> int:

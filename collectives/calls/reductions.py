@@ -73,7 +73,7 @@ class ReduceInput:
         return self.array if self.array.dtype == self.dtype else self.array.astype(self.dtype)
 
 
-def reduce_scatter_signature(given: ReduceInput, axis: int, algorithm: str | None) -> Signature:
+def reduce_scatter_signature(given: ReduceInput, axis: int, detail: str | None) -> Signature:
     """The call that reduces the array and splits it along the axis."""
-    detail = f"axis={axis}" if algorithm is None else f"axis={axis}, {algorithm=}"
+    detail = f"axis={axis}" if detail is None else f"axis={axis}, {detail}"
     return given.signature("reduce_scatter", detail=detail)

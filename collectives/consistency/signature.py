@@ -72,11 +72,6 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def forced(algorithm: str | None) -> str | None:
-    """The signature's detail for a named algorithm, which must be the same on all ranks."""
-    return None if algorithm is None else f"algorithm={algorithm}"
-
-
 # In the order of reporting if several fields differ.
 _ERRORS: tuple[tuple[str, type[MismatchError], str], ...] = (
     ("collective", CollectiveMismatchError, "different collectives"),

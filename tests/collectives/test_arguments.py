@@ -1,5 +1,7 @@
 """Errors that one rank can detect locally are raised before any message is sent."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -301,3 +303,14 @@ def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
 
     for result in run(4, one_rank):
         np.testing.assert_array_equal(result, np.arange(5.0) * 10)
+    # As it is compared between ranks: the same schedule in other words, and another one.
+    argument = algorithms.forced("all_reduce", "flat")
+
+    def halves(rank, size):
+        for steps in through_one(rank, size):
+            yield [replace(each, count=2) for each in steps]
+
+    for schedule, chunks in ((through_one, 1), (halves, 2)):
+        algorithms._TABLE.pop(("all_reduce", "flat"))
+        register_algorithm("all_reduce", "flat", schedule, chunks=lambda size, n=chunks: n)
+        assert (algorithms.forced("all_reduce", "flat") == argument) == (chunks == 1)

@@ -67,6 +67,20 @@ def test_the_same_arrays_again(comm, form, bucket_bytes):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_overflow_is_no_error_in_whatever_mode_of_numpy(comm):
+    """As in the other reductions: the rank that sums these elements would raise it alone."""
+    arrays = [np.full(3, np.finfo(np.float32).max), np.ones(4, np.float32)]
+    with np.errstate(all="raise"):
+        for _ in range(3):
+            blocking = comm.all_reduce_many(arrays)
+        handle = comm.all_reduce_many_async(arrays)
+    for first, second in (blocking, handle.wait()):
+        np.testing.assert_array_equal(first, np.inf)
+        np.testing.assert_array_equal(second, 2)
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_every_op_and_dtype_comes_again(comm):
     for op, dtype in PAIRS:

@@ -111,6 +111,11 @@ CASES = {
         lambda comm: summed(comm, LARGE, algorithm="doubling"),
         collectives.MismatchError,
     ),
+    "axis 0 or 1 of a scatter": (
+        lambda comm: comm.scatter(np.ones((SMALL, SMALL)), axis=1),
+        lambda comm: comm.scatter(np.ones((SMALL, SMALL))),
+        collectives.MismatchError,
+    ),
     "close or barrier": (
         lambda comm: comm.close(),
         lambda comm: comm.barrier(),

@@ -206,11 +206,12 @@ def wrapper():
     [
         (lambda: torch.eye(3).to_sparse(), r"array is a tensor of torch.float32 and torch.sparse"),
         (lambda: torch.ones(3, device="meta"), r"array is a tensor on meta, another device"),
-        (lambda: torch.ones(3, dtype=torch.float32).to(torch.complex32), r"torch.complex32 and"),
+        (lambda: torch.ones(3).to(torch.complex32), r"array is a tensor of torch.complex32 and"),
+        (lambda: torch.nested.nested_tensor([torch.ones(3)]), r"array is a tensor of .*, nested"),
         (wrapper, r"array is a Wrapper, which has no memory of its own: .*`to_local\(\)`"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested")
 def test_tensors_without_memory_that_numpy_knows(make, message):
     with pytest.raises(TypeError, match=message):
         Communicator(alone()).all_reduce(make())

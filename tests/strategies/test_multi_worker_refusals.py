@@ -85,7 +85,10 @@ WRONG = {
     ),
     "a parameter server": (with_jobs("ps", ps=["p"]), ["use ParameterServerStrategy", "['p']"]),
     "a master": (with_jobs("master", master=["m"]), ["jobs ['master']; a strategy without"]),
-    "an unknown job": (with_jobs("gpu", gpu=["g"]), ["jobs ['gpu']; a strategy without", "'evaluator'"]),
+    "an unknown job": (
+        with_jobs("gpu", gpu=["g"]),
+        ["jobs ['gpu']; a strategy without", "'evaluator'"],
+    ),
     "two chiefs": (with_jobs("chief", chief=["a", "b"]), ["rank 0 on", "one chief is allowed"]),
     "two evaluators": (
         with_jobs("evaluator", evaluator=["a", "b"]),
