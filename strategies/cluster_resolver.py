@@ -182,7 +182,8 @@ class SlurmClusterResolver(_KnownCluster):
             raise ValueError(f"jobs={given}: the Slurm step has {count} tasks")
         distribution = os.environ.get("SLURM_DISTRIBUTION", "block")
         placed = place_tasks(hosts, per_host, count, distribution)
-        ports = [port_base + placed[:number].count(host) for number, host in enumerate(placed)]
+        first = read_index(port_base, "port_base")
+        ports = [first + placed[:number].count(host) for number, host in enumerate(placed)]
         addresses = [f"{host}:{port}" for host, port in zip(placed, ports, strict=True)]
         tasks = ordered_tasks(ClusterSpec({job: [""] * tasks for job, tasks in given.items()}))
         self._cluster = ClusterSpec(

@@ -33,6 +33,7 @@ def main(
     arguments: Sequence[str] | None = None,
 ) -> str | None:
     """Run the program as a rank; returns the error if the ranks can't be started."""
+    _open_standard_streams()
     parser = _parser(module)
     options = parser.parse_args(arguments)
     if not options.program:
@@ -51,6 +52,13 @@ def main(
         end_the_job_on_exceptions(mpi)
     _run(options.program, as_module=options.as_module)
     return None
+
+
+def _open_standard_streams() -> None:
+    """Open the descriptors 0 to 2 that are closed, so that no connection gets one of them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:
@@ -74,24 +82,33 @@ def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:
 def _run(program: list[str], *, as_module: bool) -> None:
     """Run it as `python PROGRAM` or `python -m MODULE` does, in this process."""
     sys.argv[:] = program
-    if as_module:
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-        return
-    # In place of the working directory, which `python -P` leaves out.
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(program[0]).resolve().parent)
     path = program[0]
-    if os.path.isdir(path) or path.endswith(".pyc") or is_zipfile(path):
+    # It stays the main module when the program has ended: functions of `atexit` may pickle objects
+    # of its classes. runpy's public functions replace it for the time of the run.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # Python's own -m
+    if as_module:
+        run_as_main(path)
+        return
+    if os.path.isdir(path) or is_zipfile(path):
+        _put_first(path)
+        run_as_main("__main__", alter_argv=False)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        _put_first(str(Path(path).resolve().parent))
+    if path.endswith(".pyc"):
         runpy.run_path(path, run_name="__main__")
         return
-    # It stays the main module when the script has ended: functions of `atexit` may pickle objects
-    # of its classes.
-    module = sys.modules["__main__"] = ModuleType("__main__")
     # Absolute, as Python's own: the program may change the working directory.
     path = module.__file__ = os.path.abspath(path)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(module))
+
+
+def _put_first(folder: str) -> None:
+    """Into sys.path, in place of the working directory, which `python -P` leaves out."""
+    sys.path[: not getattr(sys.flags, "safe_path", False)] = [folder]
 
 
 def _parser(module: str) -> argparse.ArgumentParser:

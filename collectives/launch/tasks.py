@@ -77,7 +77,10 @@ def is_proof(given: object, secret: str, side: str, *words: str) -> bool:
 
 def addresses_of(host: str) -> list[str]:
     """The IP addresses of a host, in the system's order of preference; OSError if it has none."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no name of a host: {error}") from None
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 

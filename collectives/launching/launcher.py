@@ -112,7 +112,7 @@ def find_torch_launch(environment: Mapping[str, str]) -> TorchLaunch | None:
     agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not host or rank is None or size is None or port is None:
         return None
-    if rank >= size or port >= 1 << 16:
+    if rank >= size or not 0 < port < 1 << 16:
         return None
     return TorchLaunch(rank, size, host, port, agent_store)
 
@@ -122,7 +122,7 @@ def torch_variables_refused(environment: Mapping[str, str]) -> LaunchError:
     seen = ", ".join(f"{name}={environment.get(name, '')!r}" for name in _TORCH_VARIABLES)
     return LaunchError(
         f"the environment has {seen}; needed are all four, with 0 <= RANK < WORLD_SIZE and"
-        " MASTER_PORT < 65536"
+        " 0 < MASTER_PORT < 65536"
     )
 
 
@@ -165,7 +165,7 @@ def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) ->
     if launcher.variable == _TORCH[0] and "MPICH" in library:
         if find_torch_launch(environment) is None:
             return (
-                "Set MASTER_ADDR, and MASTER_PORT below 65536, too, as torchrun does, or type"
+                "Set MASTER_ADDR, and MASTER_PORT from 1 to 65535, too, as torchrun does, or type"
                 f" {command}."
             )
         return (

@@ -335,6 +335,12 @@ def test_an_address_that_only_the_first_host_reaches_is_refused(names, monkeypat
     assert "listens on 127.0.1.1, which other hosts can't reach" in error
 
 
+def test_what_is_no_name_of_a_host_is_named():
+    tasks = Tasks(0, ("chief 0 (x:1)", "worker 0 (y:1)"), "x" * 70, 1, "cluster")
+    with pytest.raises(LaunchError, match=r"chief 0 \(x:1\) can't listen on .*label"):
+        TaskServer(tasks, SECRET, insecure=False)
+
+
 def test_a_port_in_use_is_named():
     whole = tasks(2)
     named = r"worker 0 can't listen on its address in the cluster: .*in use"
@@ -353,7 +359,7 @@ def test_the_tasks_of_torchs_variables():
     assert (found.rank, found.names) == (1, ("rank 0 (here:29500)", "rank 1"))
     assert (found.host, found.port) == ("here", 29500)
     assert found.digest != find_tasks(VARIABLES | {"WORLD_SIZE": "3"}).digest
-    for wrong in ({"RANK": "2"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}):
+    for wrong in ({"RANK": "2"}, {"MASTER_PORT": ""}, {"MASTER_PORT": "0"}, {"MASTER_ADDR": ""}):
         with pytest.raises(LaunchError, match="needed are all four, with 0 <= RANK < WORLD_SIZE"):
             find_tasks(VARIABLES | wrong)
     with pytest.raises(LaunchError, match="torchrun serves here:29500 itself"):
@@ -440,7 +446,8 @@ def test_a_secret_may_be_any_bytes():
 def test_a_program_started_by_torchs_variables(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = f"{sys.executable} -m collectives.launch --timeout 30 program.py --x"
-    line = f"cd {tmp_path}; RANK=1 {command} & RANK=0 {command}; wait"
+    # No connection may get the numbers of the standard streams.
+    line = f"cd {tmp_path}; RANK=1 {command} & RANK=0 {command} <&-; wait"
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ended = run_launcher(["sh", "-c", line], variables, timeout=60)
     if is_open_mpi(find_mpirun()):
@@ -448,6 +455,11 @@ def test_a_program_started_by_torchs_variables(tmp_path):
         return
     expected = [f"['--x'] {rank} 2 3 __main__" for rank in (0, 1)] + ["pickled"] * 2
     assert sorted(ended.stdout.splitlines()) == expected, ended.stderr
-    module = f"cd {tmp_path}; RANK=0 WORLD_SIZE=1 {sys.executable} -m collectives.launch -m program"
-    ended = run_launcher(["sh", "-c", module], variables, timeout=60)
-    assert ended.stdout.startswith("[] 0 1 1 __main__\n"), ended.stderr
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(PROGRAM)
+    for program in ("-m program", tmp_path / "folder"):
+        line = (
+            f"cd {tmp_path}; RANK=0 WORLD_SIZE=1 {sys.executable} -m collectives.launch {program}"
+        )
+        ended = run_launcher(["sh", "-c", line], variables, timeout=60)
+        assert ended.stdout == "[] 0 1 1 __main__\npickled\n", ended.stderr
