@@ -79,18 +79,18 @@ def _description(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-def refuse_different_settings(training: Training, model: Any) -> None:
+def refuse_different_settings(training: Training, model: Any, name: str) -> None:
     """Raise ValueError on every rank where they have compiled the model differently. Collective.
 
-    Learning rates are the chief's, but for schedules. Names don't count, nor what a class of the
+    `name` is the method that is called. Learning rates are the chief's, but for schedules. Names don't count, nor what a class of the
     program's own doesn't show.
     """
     compiled = getattr(model, "_compile_config", None)
     settings = {} if compiled is None else dict(compiled.config)
     settings |= {"optimizer": getattr(model, "optimizer", None)}
     settings |= {"auto_scale_loss": getattr(model, "auto_scale_loss", None)}
-    text = ", ".join(f"{name}={settings_of(each)}" for name, each in settings.items())
-    what = "fit: the ranks have compiled the model differently"
+    text = ", ".join(f"{key}={settings_of(each)}" for key, each in settings.items())
+    what = f"{name}: the ranks have compiled the model differently"
     refuse_differences(training.communicator, what, text)
 
 

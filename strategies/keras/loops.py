@@ -51,7 +51,7 @@ class LoopMethods:
         known = getattr(vars(model).get("fit"), "__self__", None)
         if not (isinstance(known, cls) and known._training is training):
             return cls(model, training)
-        known._shared = False
+        known._shared = known._batches = False
         known._compiled += 1
         return known
 
@@ -68,7 +68,7 @@ class LoopMethods:
         training, self._batches = self._training, False
         given = self._agreed("fit", args, kwargs)
         # Before Keras refuses some of them, on one rank.
-        refuse_different_settings(training, self._model)
+        refuse_different_settings(training, self._model, "fit")
         seed = common_seed(training.communicator)
 
         def shared() -> tuple[Any, Any]:
@@ -169,6 +169,7 @@ class LoopMethods:
         data = taken(given, *_DATA)
         if not self._batches:
             self._batches = True
+            refuse_different_settings(self._training, self._model, name)
             warn_of_different_batches(self._training, list(data.values()))
             self._use_chiefs_state(trains=True)
         pieces = share_of(self._training).cut(tuple(data.values()))
@@ -186,6 +187,8 @@ class LoopMethods:
         """The arguments of a loop without training, with this rank's pieces."""
         self._batches = False
         given = self._agreed(name, args, kwargs)
+        if name == "evaluate":
+            refuse_different_settings(self._training, self._model, name)
         self._use_chiefs_state(trains=False)
         options = taken(given, *data, "batch_size")
         options |= {"steps_per_epoch": given["steps"], "most": self._read_by(given["steps"])}

@@ -1026,6 +1026,16 @@ def errors_are_those_of_every_rank():
         _, odd = compiled(**options)
         text = "the ranks have compiled the model differently"
         raised_everywhere(ValueError, text, partial(odd.fit, X, Y, verbose=0))
+    for name, options in {
+        "evaluate": {"verbose": 0},
+        "train_on_batch": {},
+        "test_on_batch": {},
+    }.items():
+        _, odd = compiled(loss="mae" if RANK else "mse")
+        call = partial(getattr(odd, name), X, Y, **options)
+        raised_everywhere(ValueError, f"{name}: {text}", call)
+        odd.compile("sgd", "mae")
+        call()
 
     class Odd(keras.losses.MeanSquaredError):
         def get_config(self):
