@@ -82,8 +82,8 @@ def _description(value: Any) -> str:
 def refuse_different_settings(training: Training, model: Any, name: str) -> None:
     """Raise ValueError on every rank where they have compiled the model differently. Collective.
 
-    `name` is the method that is called. Learning rates are the chief's, but for schedules. Names don't count, nor what a class of the
-    program's own doesn't show.
+    `name` is the method that is called. Learning rates are the chief's, but for schedules. Names
+    don't count, nor what a class of the program's own doesn't show.
     """
     compiled = getattr(model, "_compile_config", None)
     settings = {} if compiled is None else dict(compiled.config)

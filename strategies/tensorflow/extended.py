@@ -25,27 +25,13 @@ from strategies.tensorflow import variables
 from strategies.tensorflow.cluster import options_of
 from strategies.tensorflow.empty_batches import EmptyBatches
 from strategies.tensorflow.input import distribute, distribute_from_function
-from strategies.tensorflow.operations import Operations
+from strategies.tensorflow.operations import Operations, op_of
+from strategies.tensorflow.replica_context import ReplicaContext
 from strategies.tensorflow.seeds import replica_seeds
 from strategies.tensorflow.statistics import Statistics
 
 _DEFAULT = CommunicationOptions()
 _log = logging.getLogger("strategies")
-
-
-class ReplicaContext(distribute_lib.ReplicaContext):
-    """The context of this process's replica."""
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """As TensorFlow's, of nests whose keys the ranks compare."""
-        self._strategy.extended.compare_keys(value)
-        return super().all_reduce(reduce_op, value, options)
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The replica's device."""
-        devices: tuple[str, ...] = self._strategy.extended.worker_devices
-        return devices
 
 
 class CollectiveExtended(one_device_strategy.OneDeviceExtended):
@@ -97,7 +83,9 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
             device = colocate_with._devices[0]
         what = f"the initial value of {variables.described(kwargs)}"
         strategy, mirror = self._container_strategy(), partial(self.operations.mirror, what=what)
-        return variables.create(strategy, device, mirror, next_creator, self._classes, **kwargs)
+        variable = variables.create(strategy, device, mirror, next_creator, self._classes, **kwargs)
+        variable.number = next(self._replication.variable_numbers)
+        return variable
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         distribute_utils.validate_colocate_distributed_variable(colocate_with_variable, self)
@@ -155,6 +143,14 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         leaves = tf.nest.flatten(value)
         return tf.nest.pack_sequence_as(value, self._reduce_all(reduce_op, leaves, options))
 
+    def check_all_reduce(self, reduce_op: Any, value: Any, options: Any) -> None:
+        """Raise the error of one rank's arguments on all ranks, before TensorFlow does on one."""
+        if not self.is_alone:
+            with PropagatedErrors(self.operations.communicator, "all_reduce"):
+                op_of(reduce_op)
+                _options(options)
+            self.compare_keys(value)
+
     def compare_keys(self, value: Any) -> None:
         """A MismatchError on every rank where the nests' keys differ, which no tensor shows."""
         text = structure(value)
@@ -167,10 +163,10 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
     def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
         """The leaves reduced in one call, and with them the statistics that are due."""
         mean = reduce_op == reduce_util.ReduceOp.MEAN
-        local = self._local("reduce", leaves)
+        local, options = self._local("reduce", leaves, options)
         if self.is_alone:
             return local
-        empty, options = self.empty_batches.is_empty(), _options(options)
+        empty = self.empty_batches.is_empty()
         if mean:
             return self.operations.reduce(local, mean, options, empty=empty)
         return self._with_statistics(
@@ -209,15 +205,15 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
-        (local,) = self._local("gather", [value])
-        if self.is_alone:
-            return local
-        return self.operations.gather(local, axis, _options(options))
+        (local,), options = self._local("gather", [value], options)
+        return local if self.is_alone else self.operations.gather(local, axis, options)
 
-    def _local(self, call: str, given: Sequence[Any]) -> list[Any]:
-        """This process's components; an error of one rank's is raised on all."""
+    def _local(
+        self, call: str, given: Sequence[Any], options: Any
+    ) -> tuple[list[Any], CommunicationOptions | None]:
+        """This process's components, and the options; an error of one rank's is raised on all."""
         with PropagatedErrors(self.operations.communicator, call):
-            return [local_value(each) for each in given]
+            return [local_value(each) for each in given], _options(options)
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         return tensor if self.is_alone else self.operations.broadcast(local_value(tensor))

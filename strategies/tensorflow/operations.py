@@ -5,7 +5,8 @@ Reductions become tensors without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,35 @@ class Operations:
     """The collectives of a strategy's ranks on tensors."""
 
     def __init__(self, replication: Replication) -> None:
-        self.execute = ProgramOrder().execute
+        self._order, self._compared = ProgramOrder(), ""
         self.replication = replication
         self.communicator = replication.communicator
         self._compressed = replication.compressed
         self._results = ResultMemory()
         self._weights = RowWeights(replication, self._results)
+
+    @contextmanager
+    def comparing(self, what: str) -> Iterator[None]:
+        """A context whose next operation raises a MismatchError where the ranks' texts differ."""
+        self._compared = what
+        try:
+            yield
+        finally:
+            self._compared = ""
+
+    def execute(
+        self, call: Callable[..., Sequence[Any]], inputs: Sequence[Any], shapes: Sequence[Any]
+    ) -> list[Any]:
+        """As of ProgramOrder."""
+        what, self._compared = self._compared, ""
+        if not what:
+            return self._order.execute(call, inputs, shapes)
+
+        def compared(*arrays: Any) -> Sequence[Any]:
+            self.communicator.barrier(what)
+            return call(*arrays)
+
+        return self._order.execute(compared, inputs, shapes)
 
     def reduce(
         self,
@@ -72,12 +96,8 @@ class Operations:
 
     def compare(self, what: str) -> None:
         """A MismatchError on every rank where the texts differ. Collective."""
-
-        def call(number: Any) -> list[Any]:
-            self.communicator.barrier(what)
-            return [number]
-
-        self.execute(call, [tf.constant(0)], [[]])
+        with self.comparing(what):
+            self.execute(lambda number: [number], [tf.constant(0)], [[]])
 
     def compare_reduction(self, op: Any, ranks: Sequence[int | None], axis: Any) -> None:
         """An error on every rank where the arguments of `Strategy.reduce` differ, or are wrong.
@@ -85,7 +105,7 @@ class Operations:
         ranks: the numbers of the values' axes, None where one isn't known.
         """
         with PropagatedErrors(self.communicator, "reduce"):
-            tf.distribute.ReduceOp(op.upper() if isinstance(op, str) else op)
+            op_of(op)
             for each in () if axis is None else tf.nest.flatten(axis):
                 for rank in ranks:
                     if rank is not None and not -rank <= each < rank:
@@ -200,20 +220,27 @@ class Operations:
         value = tf.convert_to_tensor(value)
         return self._execute_one(self.replication.broadcast_first, value, value.shape)
 
-    def mirror(self, value: Any, what: str) -> Any:
+    def mirror(self, make: Callable[[], Any], what: str) -> Any:
         """The chief's value of a new variable; TypeError for strings.
 
-        A MismatchError on every rank where shapes, dtypes or texts differ.
+        A MismatchError on every rank where shapes, dtypes or texts differ, or `make` fails on one.
         """
         if self.communicator.size == 1:
-            return value
-        _refuse_strings(what, value)
+            return make()
+        with PropagatedErrors(self.communicator, what):
+            value = make()
+            _refuse_strings(what, value)
         mirror = self.replication.mirror
         return self._execute_one(lambda own: mirror(np.array(own), what), value, value.shape)
 
     def _execute_one(self, call: Callable[[Any], Any], value: Any, shape: Any) -> Any:
         """Call a function of one array with a tensor; its result, of that shape."""
         return self.execute(lambda array: [call(array)], [value], [shape])[0]
+
+
+def op_of(given: Any) -> Any:
+    """TensorFlow's ReduceOp, of one or of its name; ValueError for what is none."""
+    return tf.distribute.ReduceOp(given.upper() if isinstance(given, str) else given)
 
 
 def _is_dense_of_floats(value: Any) -> bool:

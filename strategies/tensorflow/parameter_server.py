@@ -123,8 +123,8 @@ class ServedExtended(CollectiveExtended):
         what = variables.described(kwargs)
         on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
 
-        def mirror(value: Any) -> Any:
-            return value if on_read else self.exchange.serve(place, value, what)
+        def mirror(make: Callable[[], Any]) -> Any:
+            return make() if on_read else self.exchange.serve(place, make(), what)
 
         variable = variables.create(
             self._container_strategy(), self._device, mirror, next_creator, CLASSES, **kwargs

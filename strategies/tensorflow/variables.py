@@ -29,6 +29,7 @@ from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
 _KERAS_COMMON = "keras.src.backend.common.variables"
+_OPTIMIZERS = "keras.src.optimizers"
 _RECURRENT = "keras.src.layers.rnn"
 _FRAMES = 25
 _BETWEEN = ("tensorflow.", "strategies.tensorflow.", "keras.src.backend.", "keras.src.layers.layer")
@@ -56,6 +57,9 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
     keras_variable: Any = None
     """A weak reference to the variable of Keras 3 that holds it; None for other variables."""
 
+    number = 0
+    """In the order of creation, equal on all ranks."""
+
     is_statistic = False
     """Whether replicas have assigned values of their own, which are averaged."""
 
@@ -70,7 +74,7 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
         if self.keras_variable is not None and (none or first):
             caller = _assigning_module()
             # An optimizer's state is equal, a recurrent layer's belongs to the replica's own rows.
-            of_state = caller.startswith(("keras.src.optimizers", _RECURRENT))
+            of_state = caller.startswith((_OPTIMIZERS, _RECURRENT))
             if none and self.dtype.is_floating and not of_state and not self._trained():
                 updated = update_fn(self._primary, value, **kwargs)
                 self.is_statistic = True
@@ -84,7 +88,10 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
         )
         if none or keras_sum:
             raise self._refusal()
-        return super()._update_replica(update_fn, value, **kwargs)
+        # Shapes alone don't show it: one variable's value would be added to another one's.
+        method = update_fn.__qualname__.partition(".")[0].removeprefix("on_write_")
+        with extended.operations.comparing(f"{method} of variable {self.number}"):
+            return super()._update_replica(update_fn, value, **kwargs)
 
     def _trained(self) -> bool:
         """Whether it is trainable; layers of Keras may be frozen after their variables are made."""
@@ -140,19 +147,20 @@ CLASSES = {
 def create(
     strategy: Any,
     device: str,
-    mirror: Callable[[Any], Any],
+    mirror: Callable[[Callable[[], Any]], Any],
     next_creator: Callable[..., Any],
     classes: Mapping[Any, Any],
     **kwargs: Any,
 ) -> Any:
     """A variable with the chief's initial value, as TensorFlow's MirroredStrategy creates one.
 
-    `classes` has a class for each synchronization.
+    `mirror` gets a function that makes this rank's value; `classes` has a class for each
+    synchronization.
     """
 
     def create_one(**arguments: Any) -> list[Any]:
         initial, dtype = arguments["initial_value"], arguments.get("dtype")
-        arguments["initial_value"] = lambda: mirror(_evaluated(initial, dtype))
+        arguments["initial_value"] = lambda: mirror(lambda: _evaluated(initial, dtype))
         with tf.device(device):
             return [next_creator(**arguments)]
 
@@ -183,7 +191,18 @@ def described(arguments: Mapping[str, Any]) -> str:
         if value is not None and value.name not in ("AUTO", "NONE")
     ]
     given += ["trainable=False"] * (arguments.get("trainable") is False)
-    return f"variable {name!r}" + f" ({', '.join(given)})" * bool(given)
+    return f"variable {name!r}" + f" ({', '.join(given)})" * bool(given) + _of_optimizer()
+
+
+def _of_optimizer() -> str:
+    """The settings of the optimizer of Keras that makes its variables, on the stack of calls."""
+    for frame in callers():
+        if frame.f_code.co_name == "build" and frame.f_globals["__name__"].startswith(_OPTIMIZERS):
+            from strategies.keras.arguments import settings_of
+
+            with tf.init_scope():  # where the function that builds it is traced
+                return f" of {settings_of(frame.f_locals['self'])}"
+    return ""
 
 
 def _evaluated(initial: Any, dtype: Any) -> Any:

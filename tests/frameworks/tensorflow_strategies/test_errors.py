@@ -37,7 +37,34 @@ def test_a_mismatch(tf, strategy, comm):
 def test_a_mistake_of_one_rank(tf, strategy, comm):
     """It is raised on all ranks: a nest of other keys would add up what doesn't belong together."""
     odd, ones, square = comm.rank == 1, tf.ones([3]), tf.ones([3, 3])
+    with strategy.scope():
+        total = tf.VariableAggregation.SUM
+        first, second = (tf.Variable(ones, aggregation=total) for _ in range(2))
+
+    def reduced(op="SUM", value=ones, options=None):
+        replica = tf.distribute.get_replica_context
+        return strategy.run(lambda: replica().all_reduce(op, value, options))
+
+    def in_order():
+        for each in (second, first) if odd else (first, second):
+            each.assign_add(ones)
+
+    def built():
+        with strategy.scope():
+            weights = tf.keras.Variable(ones)
+            tf.keras.optimizers.SGD(momentum=0.8 + 0.1 * odd).build([weights])
+
     calls = {
+        "all_reduce refused by ValueError": lambda: reduced("FOO" if odd else "SUM"),
+        "all_reduce refused by TypeError": lambda: reduced(options=3 if odd else None),
+        r"assign_sub of variable \d": tf.function(
+            lambda: strategy.run(lambda: (first.assign_sub if odd else first.assign_add)(ones))
+        ),
+        r"assign_add of variable \d.*\n.*assign_add of variable \d": lambda: strategy.run(in_order),
+        "SGD{.*momentum: 0.9": built,
+        "experimental_distribute_dataset refused": lambda: strategy.experimental_distribute_dataset(
+            tf.data.Dataset.range(4) if odd else tf.data.Dataset.range(4).batch(2)
+        ),
         "reduce refused by TypeError": lambda: strategy.reduce(
             "SUM", None if odd else ones, axis=None
         ),
@@ -55,11 +82,7 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         r"reduce of \{'a': \*\}": lambda: strategy.reduce(
             "SUM", {} if odd else {"a": tf.IndexedSlices(ones, tf.range(3))}, axis=None
         ),
-        r"reduce of \{'c': \*\}": lambda: strategy.run(
-            lambda: tf.distribute.get_replica_context().all_reduce(
-                "SUM", {"c" if odd else "a": ones}
-            )
-        ),
+        r"reduce of \{'c': \*\}": lambda: reduced(value={"c" if odd else "a": ones}),
         "reduce over the axis 1": lambda: strategy.reduce("SUM", square, axis=int(odd)),
         "over the axis 0": tf.function(lambda: strategy.reduce("MEAN", square, axis=int(odd))),
         "axis=5: the value has 2 axes": lambda: strategy.reduce(
@@ -81,6 +104,8 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
             tf.Variable(1.0, synchronization=rule, aggregation=tf.VariableAggregation.SUM)
         with pytest.raises(TypeError, match="dtype string"):
             tf.Variable("a")
+        with pytest.raises(collectives.MismatchError, match="refused by ZeroDivisionError"):
+            tf.Variable(lambda: 1 / (1 - odd))
 
 
 def test_a_deadline(tf, strategy, comm):
