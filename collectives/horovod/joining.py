@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
@@ -67,6 +67,9 @@ class Gradients(Protocol):
         """All ranks leave `join` now, wherever each of them was between two steps."""
 
 
+between_steps: WeakSet[Any] = WeakSet()
+"""What counts the passes or reductions since the last step, with a method `all_joined`."""
+
 _numbers = itertools.count()
 _gradients: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
 
@@ -80,6 +83,7 @@ def number_gradients(comm: Communicator, gradients: Gradients) -> Request:
         return Request("gradients of a process set")
     number = next(_numbers)
     _gradients[number] = gradients
+    between_steps.add(gradients)
     return Request("gradients", optimizer=number)
 
 
@@ -140,7 +144,7 @@ def join(device: int = -1) -> int:
         if joined.request.with_zeros:
             SERVED[joined.request.name](comm, joined.request)
         served += 1
-    for each in list(_gradients.values()):
+    for each in list(between_steps):
         each.all_joined()
     counts = comm.all_gather(np.array([served]))
     # The last one of those that have noticed the fewest calls of others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collectives.errors import DtypeMismatchError
+from collectives.errors import DtypeMismatchError, ShapeMismatchError
 
 
 def lengths_of(count: int, splits: Sequence[int] | None, size: int) -> list[int]:
@@ -20,8 +20,11 @@ def lengths_of(count: int, splits: Sequence[int] | None, size: int) -> list[int]
     return lengths
 
 
-def check_dtypes(received: Sequence[Any]) -> None:
-    """DtypeMismatchError if the ranks sent different dtypes."""
+def check_rows(received: Sequence[Any]) -> None:
+    """DtypeMismatchError or ShapeMismatchError if the ranks sent rows of different kinds."""
     dtypes = [str(each.dtype) for each in received]
     if len(set(dtypes)) > 1:
         raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
+    shapes = [str([*each.shape[1:]]) for each in received]
+    if len(set(shapes)) > 1:
+        raise ShapeMismatchError("alltoall: the ranks sent rows of different shapes", (*shapes,))

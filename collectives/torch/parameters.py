@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 
 from collectives.communicator import Communicator
@@ -50,6 +54,27 @@ def describe(member: Member) -> str:
     parameter = member.parameter
     strides = torch.empty_like(parameter, device="meta").stride()
     return f"{member.name}: {parameter.dtype} {tuple(parameter.shape)}, strides {strides}"
+
+
+def settings_of(optimizer: Any) -> str:
+    """An optimizer's class and settings, which decide on a step of equal gradients."""
+    groups = [
+        {name: _plain(group.get(name)) for name in sorted(optimizer.defaults)}
+        for group in optimizer.param_groups
+    ]
+    more = f", {len(groups)} groups, {crc32(repr(groups).encode()):08x}" * (len(groups) > 1)
+    return f"{type(optimizer).__name__}({groups[0]}{more})"
+
+
+def _plain(setting: Any) -> Any:
+    """A setting as Python's own numbers, whatever it is kept in."""
+    if isinstance(setting, torch.Tensor | np.generic) and math.prod(setting.shape) == 1:
+        setting = setting.item()
+    if isinstance(setting, tuple | list):
+        return tuple(map(_plain, setting))
+    if setting is None or isinstance(setting, bool | str):
+        return setting
+    return float(setting) if isinstance(setting, Real) else type(setting).__name__
 
 
 def refuse_differences(comm: Communicator, described: Sequence[str]) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, Literal
 from zlib import crc32
 
-import numpy as np
 import torch
 
 from collectives import Communicator
 from collectives.torch.closures import over_ranks, then_reduced
 from collectives.torch.gradients import GradientReducer
-from collectives.torch.parameters import replaced
+from collectives.torch.parameters import replaced, settings_of
 from collectives.transports.local import alone
 from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
@@ -164,18 +161,13 @@ def _description(model: Any, optimizers: Sequence[Any]) -> str:
     positions = {id(each): position for position, each in enumerate(model.parameters())}
     texts = []
     for optimizer in optimizers:
-        groups = [
-            {name: _plain(group.get(name)) for name in sorted(optimizer.defaults)}
-            for group in optimizer.param_groups
-        ]
         trained = [
             [positions[id(each)] for each in group["params"]] for group in optimizer.param_groups
         ]
-        more = f", {len(groups)} groups, {crc32(repr(groups).encode()):08x}" * (len(groups) > 1)
         members = str(trained)
         if len(members) > _SHOWN:
             members = f"{crc32(members.encode()):08x}"
-        texts.append(f"{type(optimizer).__name__}({groups[0]}{more}, of parameters {members})")
+        texts.append(f"{settings_of(optimizer)} of parameters {members}")
     return ", ".join(texts)
 
 
@@ -194,17 +186,6 @@ def refuse_apart(model: Any, *, weighted: bool) -> None:
                 " weighted: leave weighted out, and multiply each loss by this rank's rows, divided"
                 " by their mean over the ranks"
             )
-
-
-def _plain(setting: Any) -> Any:
-    """A setting as Python's own numbers, whatever it is kept in."""
-    if isinstance(setting, torch.Tensor | np.generic) and math.prod(setting.shape) == 1:
-        setting = setting.item()
-    if isinstance(setting, tuple | list):
-        return tuple(map(_plain, setting))
-    if setting is None or isinstance(setting, bool | str):
-        return setting
-    return float(setting) if isinstance(setting, Real) else type(setting).__name__
 
 
 def _earlier(model: Any) -> list[_Training]:

@@ -262,7 +262,7 @@ def grouped_reducescatter_async(
 
 
 def _to_scatter(tensor: Any, factor: float) -> Any:
-    check_axes(tensor)
+    check_axes("reducescatter", tensor)
     return scaled(tensor.detach(), factor)
 
 

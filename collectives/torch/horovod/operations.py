@@ -209,7 +209,7 @@ def reducescatter(
     tensor without axes.
     """
     op, comm = op_of(op, None), ranks_of(process_set)
-    check_axes(tensor)
+    check_axes("reducescatter", tensor)
     sent, kept = compression.compress(scaled(tensor, prescale_factor))
     if tensor.requires_grad and torch.is_grad_enabled():
         if op in (ReduceOp.SUM, ReduceOp.MEAN):

@@ -6,90 +6,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
-import torch
 from torch.optim import SparseAdam
 
-from collectives.communicator import Communicator
-from collectives.horovod.joining import number_gradients, with_joined
 from collectives.horovod.process_sets import ProcessSet, ranks
 from collectives.reductions.reduction import ReduceOp, as_op
-from collectives.torch.closures import LOSS, over_ranks
-from collectives.torch.gradients import GradientReducer
+from collectives.torch.closures import over_ranks
 from collectives.torch.horovod.compression import Compression, Compressor
-from collectives.torch.horovod.tensors import request_of
-from collectives.torch.parameters import open_reducers, replaced
-from collectives.torch.reduction_round import Reason
-
-
-class _Gradients(GradientReducer):
-    """A reducer that takes several backwards for one reduction, and zeros of joined ranks."""
-
-    renewal = "make the DistributedOptimizer anew"
-
-    def __init__(self, comm: Communicator, named: Any, passes: int, **options: Any) -> None:
-        super().__init__(comm, named, unused="zeros", **options)
-        self._optional = []  # zeros also where no rank has a gradient, as in Horovod
-        self.passes, self._reductions = passes, 0
-        self._made: Counter[int] = Counter()
-        self._request = number_gradients(comm, self)
-
-    def stepped(self) -> None:
-        """Count the reductions until the next step; the ranks compare their numbers."""
-        self._reductions = 0
-
-    all_joined = stepped
-
-    def zeroed(self) -> None:
-        """The gradients of the last reduction are gone: a sum can't add them again."""
-        self._stepped = True
-
-    def add_zeros(self) -> None:
-        """Take part in the reduction that the other ranks make; gradients are lost."""
-        self._clear()
-        self._accumulated.keys.update(self._reduced)
-        super()._begin()
-        self._end()
-        self._clear()
-
-    def fold_number(self, number: float) -> float:
-        """As of any reducer; ranks that have joined add zero."""
-        comm, given = self._comm, torch.tensor([number], dtype=torch.float64)
-        request = request_of(LOSS, [given], as_op(self._op), LOSS)
-        return float(
-            with_joined(comm, request, lambda: comm.all_reduce(given, self._op, what=LOSS))
-        )
-
-    def _clear(self) -> None:
-        for each in self._trained:
-            each.parameter.grad = None
-
-    def _arrive(self, key: int, bucket: int, parameter: Any) -> None:
-        self._made[key] += 1
-        if self._made[key] >= self.passes:
-            super()._arrive(key, bucket, parameter)
-            return
-        if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
-            raise RuntimeError(self._names[key] + Reason.SECOND_SUM)
-        self._accumulated.keys.add(key)
-
-    def _begin(self, late: bool = False) -> Any:
-        self._reductions += 1
-        what = f"{self.passes} passes per step, reduction {self._reductions} since the last step"
-        comm, request = self._comm, self._request._replace(what=what)
-        with_joined(comm, request, lambda: comm.barrier(str(request)))
-        return super()._begin(late)
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._made.clear()
+from collectives.torch.horovod.joined_reducer import JoinedReducer
+from collectives.torch.parameters import open_reducers, replaced, settings_of
 
 
 class _Distributed:
     """What is added to the optimizer's own class."""
 
-    _gradients: _Gradients
+    _gradients: JoinedReducer
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
     _synchronizes, _synchronized = True, False
@@ -195,8 +127,8 @@ def DistributedOptimizer(  # noqa: N802
         backward_passes_per_step: how many backwards are accumulated, not averaged, before a
             reduction. A step before the last one reduces what there is.
         op: Average or Sum.
-        gradient_predivide_factor: without effect, because gradients are divided before they are
-            added in a narrower dtype, and otherwise once.
+        gradient_predivide_factor: without effect: gradients are divided before they are added in a
+            narrower dtype, and otherwise once.
         num_groups: without effect: buckets have the order of the parameters.
         groups: without effect, too.
         sparse_as_dense: without effect. Sparse gradients become dense, as they do in Horovod
@@ -222,11 +154,12 @@ def DistributedOptimizer(  # noqa: N802
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler that was made before replaced the `step` of its optimizer.
-    made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
+    made.__dict__.update((key, each) for key, each in vars(optimizer).items() if key != "step")
     parameters = [each for _, each in named]
-    every = [each for each in list(open_reducers) if isinstance(each, _Gradients)]
-    with replaced([each for each in every if each.reduces(parameters)]):
-        made._gradients = _Gradients(
+    every = [each for each in list(open_reducers) if isinstance(each, JoinedReducer)]
+    earlier = [each for each in every if each.reduces(parameters)]
+    with replaced(earlier):
+        made._gradients = JoinedReducer(
             ranks() if process_set is None else process_set.trainers(),
             named,
             passes,
@@ -234,6 +167,9 @@ def DistributedOptimizer(  # noqa: N802
             wire_dtype=compression.wire_dtype,
             sparse=[name for name, _ in named] if isinstance(optimizer, SparseAdam) else (),
         )
+    made._gradients.note_others([each for each in every if each not in earlier])
+    kept = ref(made)
+    made._gradients.compared = lambda: settings_of(kept())
     # A parameter's hook keeps the reducer, and that the parameter, which no garbage collection
     # sees. A program may step the original optimizer alone.
     optimizer._distributed = made

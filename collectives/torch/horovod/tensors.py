@@ -9,17 +9,17 @@ import torch
 from torch.autograd import Function
 
 from collectives.horovod.joining import SERVED, ZEROS, Request
-from collectives.horovod.rows import check_dtypes, lengths_of
+from collectives.horovod.rows import check_rows, lengths_of
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.closures import LOSS
 
 LIBRARY = "torch"
 
 
-def check_axes(tensor: Any) -> None:
-    """ValueError for a tensor that has no rows to scatter."""
+def check_axes(name: str, tensor: Any) -> None:
+    """ValueError for a tensor that has no rows."""
     if tensor.dim() == 0:
-        raise ValueError("reducescatter: a tensor without axes: must have rows")
+        raise ValueError(f"{name}: a tensor without axes: must have rows")
 
 
 def request_of(name: str, tensors: Any, op: ReduceOp, what: str | None = None) -> Request:
@@ -94,12 +94,13 @@ class _GradientTimes(Function):
 
 def parts_of(tensor: Any, splits: Any, size: int) -> Any:
     """The rows for each of `size` ranks."""
+    check_axes("alltoall", tensor)
     return tensor.split(lengths_of(len(tensor), splits, size))
 
 
 def joined(received: Sequence[Any], splits: Any) -> Any:
-    """The result of `alltoall`; DtypeMismatchError if the ranks sent different dtypes."""
-    check_dtypes(received)
+    """The result of `alltoall`; a MismatchError if the ranks sent rows of different kinds."""
+    check_rows(received)
     rows = torch.cat(list(received))
     if splits is None:
         return rows

@@ -13,7 +13,7 @@ from collectives import Communicator
 from collectives.horovod.joining import join as wait_for_all
 from collectives.horovod.ops import text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
-from collectives.horovod.rows import check_dtypes, lengths_of
+from collectives.horovod.rows import check_rows, lengths_of
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.calls import (
     call_alone,
@@ -175,7 +175,7 @@ def alltoall(
 def _exchange(comm: Communicator, array: Any, lengths: Any) -> tuple[Any, Any]:
     given = lengths_of(len(array), lengths if len(lengths) else None, comm.size)
     received = comm.all_to_all(np.split(array, np.cumsum(given)[:-1]))
-    check_dtypes(received)
+    check_rows(received)
     return np.concatenate(received), np.array(list(map(len, received)), np.int32)
 
 

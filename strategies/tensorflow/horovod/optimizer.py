@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from collectives.horovod.joining import between_steps
 from collectives.horovod.ops import Op
 from collectives.horovod.process_sets import ProcessSet
 from collectives.reductions.reduction import ReduceOp
@@ -105,6 +106,12 @@ class _Step:
         self._count: Any = None
         self._known: Any = None
         """How many sums there are."""
+        between_steps.add(self)
+
+    def all_joined(self) -> None:
+        """Begin a step: the passes since the last one differ in number."""
+        if self._count is not None:
+            self._begin_step()
 
     def take(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """As `keras.optimizers.Optimizer.apply`, of the gradients over the ranks. Collective."""
@@ -159,10 +166,13 @@ class _Step:
             pairs = [each for each in zip(reduced, variables, strict=True) if each[0] is not None]
             grads, applied = [grad for grad, _ in pairs], [variable for _, variable in pairs]
             self._apply_own(self._optimizer, grads, applied)
-            for each in sums:
-                each.assign(tf.zeros_like(each))
-            self._count.assign(0)
+            self._begin_step()
         return tf.constant(0)
+
+    def _begin_step(self) -> None:
+        for _, each in self._sums.values():
+            each.assign(tf.zeros_like(each))
+        self._count.assign(0)
 
 
 def load_model(

@@ -230,6 +230,19 @@ def test_passes_belong_to_their_variables(tf, hvd, keras, comm):
     assert (float(second), int(optimizer.iterations)) == (-20, 3)
 
 
+def test_passes_begin_anew_when_all_have_joined(tf, hvd, keras, comm):
+    weight = keras.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    for _ in range(2 + comm.rank):
+        optimizer.apply([tf.constant(10.0)], [weight])
+    last = int(hvd.join())
+    hvd.broadcast_variables([weight.value], last)
+    before = float(weight)
+    for _ in range(2):
+        optimizer.apply([tf.constant(1.0)], [weight])
+    assert float(weight) == before - 2
+
+
 def test_passes_are_compared_and_in_one_order(tf, hvd, keras, comm):
     odd = comm.rank == 1
 

@@ -350,7 +350,9 @@ def test_groups_and_movements(torch, hvd, comm):
         hvd.alltoall(torch.zeros(comm.size + 1))
     with pytest.raises(hvd.HorovodInternalError, match="different dtypes"):
         hvd.alltoall(torch.zeros(comm.size, dtype=torch.int32 if comm.rank else torch.float32))
-    for scatter in (hvd.reducescatter, hvd.reducescatter_async):
+    with pytest.raises(hvd.HorovodInternalError, match="rows of different shapes"):
+        hvd.alltoall(torch.zeros(comm.size, 1 + comm.rank))
+    for scatter in (hvd.reducescatter, hvd.reducescatter_async, hvd.alltoall):
         with pytest.raises(ValueError, match="without axes"):
             scatter(torch.tensor(1.0))
     rows = hvd.reducescatter(torch.arange(comm.size + 1.0), op=hvd.Sum)

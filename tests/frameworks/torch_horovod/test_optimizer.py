@@ -5,6 +5,8 @@ import weakref
 
 import pytest
 
+import collectives
+
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 STEPS = 4
 
@@ -115,6 +117,7 @@ def test_a_scheduler_of_the_original_optimizer_after_a_state_was_loaded(torch, h
     scheduler = torch.optim.lr_scheduler.StepLR(original, 1, 0.1)
     optimizer = hvd.DistributedOptimizer(original)
     last = comm.size - 1
+    hvd.broadcast_optimizer_state(optimizer, last)
     for step in range(3):
         optimizer.zero_grad()
         parameter.sum().backward()
@@ -197,6 +200,59 @@ def test_two_optimizers_of_one_model(torch, hvd, comm):
             for optimizer in pair[step == 2 :]:
                 optimizer.step()
     check(torch, hvd, model, alone.parameters())
+
+
+def test_joined_ranks_of_several_optimizers_of_one_model(torch, hvd, comm):
+    """A backward begins the reductions of both; errors stay those of every rank."""
+    model = network(torch)
+    pair = [
+        hvd.DistributedOptimizer(torch.optim.SGD(part.parameters(), 0.1))
+        for part in (model[0], model[2])
+    ]
+    for _ in range(2 * comm.rank):
+        for optimizer in pair:
+            optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        for optimizer in pair:
+            optimizer.step()
+    assert hvd.join() == comm.size - 1
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    if comm.rank == 1:
+        handle = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError if comm.rank == 1 else collectives.CollectiveError):
+        model(torch.ones(2, 3)).sum().backward()
+    if comm.rank == 1:
+        handle.remove()
+        with pytest.raises(collectives.CollectiveError):
+            pair[0].step()
+    for optimizer in pair:
+        optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    for optimizer in pair:
+        optimizer.step()
+    check(torch, hvd, model, model.parameters())
+
+
+def test_optimizers_of_other_settings(torch, hvd, comm):
+    """The ranks would train apart; what one rank has loaded may be broadcast before."""
+    model, batch = network(torch), torch.ones(2, 3)
+    odd = comm.rank == comm.size - 1
+    for kind, options in (
+        (torch.optim.Adam if odd else torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.8 if odd else 0.9}),
+        (torch.optim.SGD, {"lr": 0.2 if odd else 0.1}),
+    ):
+        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), **options))
+        for _ in range(2):
+            with pytest.raises(collectives.MismatchError, match="SGD"):
+                model(batch).sum().backward()
+            optimizer.zero_grad()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    check(torch, hvd, model, model.parameters())
 
 
 def test_a_second_optimizer_replaces_those_of_its_parameters(torch, hvd, comm):
