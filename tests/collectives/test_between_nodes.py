@@ -34,7 +34,6 @@ from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
 from tests.collectives.waiting import wait_for_all
-from tests.slow import slow
 
 pytestmark = pytest.mark.mpi
 
@@ -553,13 +552,23 @@ def test_large_arrays_are_pipelined(comm, collective):
             assert set(part.all_gather_object(taken[4])) == {taken[4]}
 
 
-@pytest.mark.ranks(6, 8)
-@pytest.mark.parametrize("of_a_node", ["half", *slow("two")])
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
-def test_large_blocks_are_pipelined(comm, collective, of_a_node):
+def test_large_blocks_are_pipelined(comm, collective):
+    pipeline_blocks(comm, collective, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("of_a_node", ["half", "two"])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_large_blocks_of_more_ranks_or_nodes_are_pipelined(comm, collective, of_a_node):
+    pipeline_blocks(comm, collective, 2 if of_a_node == "two" else comm.size // 2)
+
+
+def pipeline_blocks(comm, collective, count):
     """One node's block after the other. Parts may differ in length, and be empty."""
     rank, size, way = comm.rank, comm.size, {"algorithm": "hierarchical"}
-    count = 2 if of_a_node == "two" else size // 2
     nodes, length = size // count, 150_000
     with Communicator(MPI.COMM_WORLD, node_of=[each // count for each in range(size)]) as part:
         reductions = ((np.float32, "mean"), (np.int16, "sum"), (BFLOAT16, "max"))

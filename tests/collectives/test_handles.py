@@ -311,7 +311,9 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("program", FAILED)
+@pytest.mark.parametrize(
+    "program", slow_but(FAILED, "in a forked child", "kept", "closed, waited for")
+)
 def test_an_error_that_nothing_has_waited_for_is_logged(program, launch):
     lines, ranks = FAILED[program]
     head = """

@@ -23,6 +23,7 @@ from collectives.transports.base import MessageChannel, Sending
 from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
 from collectives.waiting import wait_policy
 from collectives.waiting.wait_policy import WaitPolicy
+from tests.slow import slow
 from tests.worlds.dying import run_dying
 
 pytestmark = pytest.mark.both_mpis
@@ -411,7 +412,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [*slow(2), 3])
 def test_the_others_go_on_when_a_rank_dies(size, tmp_path):
     ended = run_dying(size, DYING + DEATHS, tmp_path)
     survivors = sorted(int(path.name) for path in tmp_path.iterdir())

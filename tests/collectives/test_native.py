@@ -10,6 +10,7 @@ from tests.collectives.oracle import value
 
 pytest.importorskip("mpi4py.MPI", reason="there is no MPI")
 from collectives.transports import mpi_native
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.both_mpis
 
@@ -160,7 +161,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("method", STOPS)
+@pytest.mark.parametrize("method", slow_but(STOPS, "share"))
 def test_the_job_ends_where_a_rank_stops_inside_mpi(launch, method):
     """The others are inside of MPI, which makes or frees memory that ranks share."""
     call, name = STOPS[method]

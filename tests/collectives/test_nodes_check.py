@@ -224,7 +224,7 @@ def word_of(call, number):
 CASES = [(2, 20), (3, 20), (2, 300), (3, 300), (4, 200), (5, 200), (8, 100)]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, (2, 20), (3, 20)))
+@pytest.mark.parametrize("case", slow_but(CASES, (3, 20)))
 def test_late_ranks_at_random(case, monkeypatch):
     size, seeds = case
     calls, withdrawn, differing, stopped, unusable = 10, 0, 0, 0, 0

@@ -115,7 +115,6 @@ def program(body):
 
 
 BY_DEFAULT = (
-    "many communicators on a rank that comes late",
     "a mailbox in which one rank waits when the others end",
     "a mismatch",
 )
