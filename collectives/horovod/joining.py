@@ -9,6 +9,7 @@ nothing more as long as no rank has joined.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet, WeakValueDictionary
@@ -70,6 +71,7 @@ class Gradients(Protocol):
 between_steps: WeakSet[Any] = WeakSet()
 """What counts the passes or reductions since the last step, with a method `all_joined`."""
 
+_noticed = threading.Event()
 _numbers = itertools.count()
 _gradients: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
 
@@ -144,11 +146,17 @@ def join(device: int = -1) -> int:
         if joined.request.with_zeros:
             SERVED[joined.request.name](comm, joined.request)
         served += 1
+    _noticed.clear()
     for each in list(between_steps):
         each.all_joined()
     counts = comm.all_gather(np.array([served]))
     # The last one of those that have noticed the fewest calls of others.
     return int(np.flatnonzero(counts == counts.min())[-1])
+
+
+def some_have_joined() -> bool:
+    """Whether some ranks are in `join`, as far as the calls so far have shown, on all ranks."""
+    return _noticed.is_set()
 
 
 class _Joined(NamedTuple):
@@ -175,6 +183,7 @@ def _joined(comm: Communicator, request: Request | None, error: MismatchError) -
         return None
     if not all(each is None or isinstance(each, Request) for each in requests):
         raise error  # the program's own objects, after it has caught the first error
+    _noticed.set()
     made: list[Request] = list({each for each in requests if each is not None})
     if len(made) != 1:
         raise error

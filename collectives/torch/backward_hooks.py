@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError
 from collectives.torch.buckets import Accumulated, Bucket, Member, UnusableGradientError
 from collectives.torch.changed_gradients import ReducedGradients
 from collectives.torch.parameters import unfrozen, without_gradient
@@ -179,14 +179,6 @@ class BackwardHooks:
         assert self._round is not None
         try:
             return self._round.refuse(reason)
-        finally:
-            self._reset()
-
-    def _given_up(self, error: MismatchError) -> CollectiveError:
-        """End the round that this call of another rank has ended; the error to raise."""
-        assert self._round is not None
-        try:
-            return self._round.translated(error)
         finally:
             self._reset()
 

@@ -124,7 +124,7 @@ class Round:
                 raise raised_on_all(GradientError(reason), self._comm.rank)
             self._comm.all_reduce(total, out=total)
         except MismatchError as error:
-            raise self.translated(error) from None
+            raise self._translated(error) from None
         self.some_late = bool(total[1])
         # Without any sample the mean is not defined: zeros.
         self._scale = number / total[0] if total[0] else 0.0
@@ -154,7 +154,7 @@ class Round:
             failed = error
         failed = self._finish() or failed
         if failed is not None:
-            raise self.translated(failed) from None
+            raise self._translated(failed) from None
         if optional:
             self._comm.all_reduce(present, "max", out=present)
             self.some_late = self.some_late or bool(present[0])
@@ -165,7 +165,7 @@ class Round:
         """End the round without the remaining calls; the error that every rank raises."""
         failed = self._refuse(reason)
         if failed is not None:
-            return self.translated(failed)
+            return self._translated(failed)
         # All ranks had the same reason.
         return raised_on_all(GradientError(reason), self._comm.rank)
 
@@ -201,7 +201,7 @@ class Round:
                 failed = failed or error
         return self._finish() or failed
 
-    def translated(self, error: MismatchError) -> CollectiveError:
+    def _translated(self, error: MismatchError) -> CollectiveError:
         """An error with the reasons of ranks that refused; other mismatches as they are."""
         reasons = {
             rank: call.partition(_REFUSED)[2].removesuffix(")")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from collectives.communicator import Communicator
-from collectives.errors import MismatchError
-from collectives.horovod.joining import number_gradients, with_joined
+from collectives.horovod.joining import number_gradients, some_have_joined, with_joined
 from collectives.reductions.reduction import as_op
 from collectives.torch.closures import LOSS
 from collectives.torch.gradients import GradientReducer
@@ -24,9 +22,6 @@ class JoinedReducer(GradientReducer):
 
     renewal = "make the DistributedOptimizer anew"
 
-    several = False
-    """Whether two were open: their reductions follow each other, as a joined rank makes them."""
-
     def __init__(self, comm: Communicator, named: Any, passes: int, **options: Any) -> None:
         super().__init__(comm, named, unused="zeros", **options)
         self._optional = []  # zeros also where no rank has a gradient, as in Horovod
@@ -35,19 +30,15 @@ class JoinedReducer(GradientReducer):
         """What the first reduction compares: `broadcast_optimizer_state` may precede it."""
         self._made: Counter[int] = Counter()
         self._request = number_gradients(comm, self)
+        self._overlaps, self._compares_at_end = self._overlap, False
 
-    @property
-    def joinable(self) -> bool:
-        """Whether ranks may join while others reduce these gradients."""
-        return self._request.optimizer >= 0
+    def _follows_others(self) -> bool:
+        """Whether all calls of a reduction are made at the end of backward.
 
-    def note_others(self, every: Sequence[JoinedReducer]) -> None:
-        """Note whether there are others, which some ranks may have dropped. Collective."""
-        if self.joinable and self._comm.size > 1:
-            found = np.array([any(each.joinable for each in every)], np.uint8)
-            JoinedReducer.several |= bool(self._comm.all_reduce(found, "max")[0])
-            for each in (*every, self):
-                each._overlap = not self.several
+        A rank that has joined makes them at once, where a backward begins reductions of several
+        optimizers before it ends one.
+        """
+        return self._request.optimizer >= 0 and some_have_joined()
 
     def stepped(self) -> None:
         """Count the reductions until the next step; the ranks compare their numbers."""
@@ -64,6 +55,7 @@ class JoinedReducer(GradientReducer):
         self._clear()
         self._accumulated.keys.update(self._reduced)
         self.compared = None  # as on the ranks that reduce
+        self._overlap = False
         super()._begin()
         super()._end()
         self._clear()
@@ -90,16 +82,17 @@ class JoinedReducer(GradientReducer):
         self._accumulated.keys.add(key)
 
     def _begin(self, late: bool = False) -> Any:
-        if not self.several:
+        self._compares_at_end = self._follows_others()
+        if not self._compares_at_end:
             self._compare()
+        self._overlap = self._overlaps and not self._follows_others()
         return super()._begin(late)
 
     def _end(self) -> None:
-        if self.several and self._round is not None:
+        if self._compares_at_end:
+            self._compares_at_end = False
             try:
                 self._compare()
-            except MismatchError as error:
-                raise self._given_up(error) from None
             except BaseException:
                 self._reset()
                 raise

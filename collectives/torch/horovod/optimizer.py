@@ -138,7 +138,8 @@ def DistributedOptimizer(  # noqa: N802
 
     Raises:
         ValueError: another op; `gradient_predivide_factor` with Sum; names that are missing or
-            occur twice; on every rank, parameters that differ between ranks.
+            occur twice; on every rank, parameters that differ between ranks. The first backward
+            raises a MismatchError where the optimizers' classes or settings differ.
 
     """
     if isinstance(optimizer, _Distributed):
@@ -157,8 +158,7 @@ def DistributedOptimizer(  # noqa: N802
     made.__dict__.update((key, each) for key, each in vars(optimizer).items() if key != "step")
     parameters = [each for _, each in named]
     every = [each for each in list(open_reducers) if isinstance(each, JoinedReducer)]
-    earlier = [each for each in every if each.reduces(parameters)]
-    with replaced(earlier):
+    with replaced([each for each in every if each.reduces(parameters)]):
         made._gradients = JoinedReducer(
             ranks() if process_set is None else process_set.trainers(),
             named,
@@ -167,7 +167,6 @@ def DistributedOptimizer(  # noqa: N802
             wire_dtype=compression.wire_dtype,
             sparse=[name for name, _ in named] if isinstance(optimizer, SparseAdam) else (),
         )
-    made._gradients.note_others([each for each in every if each not in earlier])
     kept = ref(made)
     made._gradients.compared = lambda: settings_of(kept())
     # A parameter's hook keeps the reducer, and that the parameter, which no garbage collection
