@@ -122,9 +122,10 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     ) -> Any:
         """Cut the root's array along `axis` like `numpy.array_split`; rank r returns block r.
 
-        The other ranks pass None, and the same axis. An error in the root's array is raised on
-        every rank. `out` receives the block; a rank whose `out` has another shape or dtype raises
-        ValueError or TypeError by itself, after the call: the other ranks have their blocks.
+        The other ranks pass None, and the axis as the root does. An error in the root's array is
+        raised on every rank. `out` receives the block; a rank whose `out` has another shape or
+        dtype raises ValueError or TypeError by itself, after the call: the other ranks have their
+        blocks.
         """
         return self._calls.scatter(array, self._root(root), axis, out, algorithm)
 

@@ -84,7 +84,8 @@ def _run(program: list[str], *, as_module: bool) -> None:
     sys.argv[:] = program
     path = program[0]
     # It stays the main module when the program has ended: functions of `atexit` may pickle objects
-    # of its classes. runpy's public functions replace it for the time of the run.
+    # of its classes. runpy's public functions, which serve compiled files alone here, replace it
+    # for the time of the run.
     module = sys.modules["__main__"] = ModuleType("__main__")
     run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # Python's own -m
     if as_module:

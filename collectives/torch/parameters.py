@@ -57,7 +57,7 @@ def describe(member: Member) -> str:
 
 
 def settings_of(optimizer: Any) -> str:
-    """An optimizer's class and settings, which decide on a step of equal gradients."""
+    """An optimizer's class and settings, which decide on a step, also on its rounding."""
     groups = [
         {name: _plain(group.get(name)) for name in sorted(optimizer.defaults)}
         for group in optimizer.param_groups

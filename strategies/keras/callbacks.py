@@ -35,7 +35,12 @@ _SAVERS = _present("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
 ON_CHIEF = (*_SAVERS, *_present("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard"))
 """Callbacks that write what is written once: `fit` runs them on the chief alone."""
 
-_KEPT = "set_model", "on_train_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"
+_KEPT = (
+    "set_model",
+    *("on_train_begin", "on_train_end", "on_train_batch_begin", "on_train_batch_end"),
+    *("on_epoch_begin", "on_epoch_end"),
+    *("on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end"),
+)
 """Methods that the chief's callbacks run while the other ranks go on to a call."""
 
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

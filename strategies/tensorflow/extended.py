@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -19,13 +20,12 @@ from tensorflow.python.distribute import (
 from strategies.core.nest import structure
 from strategies.core.options import CommunicationOptions
 from strategies.core.same_error import PropagatedErrors
-from strategies.core.values import NOTHING
 from strategies.replication.replication import Replication
 from strategies.tensorflow import variables
 from strategies.tensorflow.cluster import options_of
 from strategies.tensorflow.empty_batches import EmptyBatches
 from strategies.tensorflow.input import distribute, distribute_from_function
-from strategies.tensorflow.operations import Operations, op_of
+from strategies.tensorflow.operations import Operations, local_value, op_of
 from strategies.tensorflow.replica_context import ReplicaContext
 from strategies.tensorflow.seeds import replica_seeds
 from strategies.tensorflow.statistics import Statistics
@@ -50,6 +50,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         self.empty_batches = EmptyBatches()
         self.statistics = Statistics(self.operations, self.empty_batches)
         self._own_step = False
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that the ranks have compared."""
         self._default_device = self._input_device
         self.experimental_enable_get_next_as_optional = self._in_multi_worker_mode()
         self._retrace_functions_for_each_device = False
@@ -158,7 +160,18 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
             self.operations.compare(f"reduce of {text}")
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
+        self._compare_optimizer(variables.summing_optimizer())
         return self._reduce_all(reduce_op, [value for value, _ in pairs], options)
+
+    def _compare_optimizer(self, optimizer: Any) -> None:
+        """A MismatchError where its settings differ between the ranks, in its first step."""
+        if optimizer is None or optimizer in self._optimizers or self.is_alone:
+            return
+        from strategies.keras.arguments import settings_of
+
+        with tf.init_scope():
+            self.operations.compare(f"a step of {settings_of(optimizer)}")
+        self._optimizers.add(optimizer)
 
     def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
         """The leaves reduced in one call, and with them the statistics that are due."""
@@ -266,22 +279,6 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
 
     def _get_replica_id_in_sync_group(self, replica_id: Any) -> int:
         return self._rank
-
-
-def local_value(value: Any) -> Any:
-    """This process's component of a value: a tensor or slices."""
-    if isinstance(value, values.DistributedVariable):
-        return value._primary.read_value()
-    if isinstance(value, values.DistributedValues):
-        value = value.values[0]
-    if value is None:
-        raise TypeError(NOTHING)
-    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
-        raise TypeError(
-            f"a {type(value).__name__} can't be reduced or gathered: must be a tensor, such as of"
-            " to_tensor() or tf.sparse.to_dense"
-        )
-    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
 def _options(options: Any) -> CommunicationOptions | None:

@@ -19,10 +19,11 @@ log = logging.getLogger("strategies")
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
+_DISTRIBUTE = "experimental_distribute_dataset"
+
 # An iterator of one device, in host memory. TensorFlow's default is MultiDeviceIterator, which
 # frees its dataset before its thread has ended, so that a process may end by SIGSEGV where an
 # iterator is dropped (TensorFlow 2.21, core/kernels/data/multi_device_iterator_ops.cc).
-_DISTRIBUTE = "experimental_distribute_dataset"
 _HOST = tf.distribute.InputOptions(
     experimental_fetch_to_device=False,
     experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,

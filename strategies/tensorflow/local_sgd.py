@@ -18,9 +18,10 @@ from strategies.synchronous import mirrored
 from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.empty_batches import sums_of_batches
-from strategies.tensorflow.extended import CollectiveExtended, local_value
+from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.graphs import current_graph, enclosing_function
 from strategies.tensorflow.input import distribute_whole_batches
+from strategies.tensorflow.operations import local_value
 from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
 from strategies.tensorflow.statistics import execute_if
 from strategies.tensorflow.strategy import Strategy

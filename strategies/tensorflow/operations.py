@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import values
 
 from strategies.core.nest import map_by_kind
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.same_error import PropagatedErrors
+from strategies.core.values import NOTHING
 from strategies.replication.replication import Replication
 from strategies.tensorflow.empty_batches import sums_of_batches, zeros_for_nan
 from strategies.tensorflow.program_order import ProgramOrder
@@ -37,7 +39,7 @@ class Operations:
     @contextmanager
     def comparing(self, what: str) -> Iterator[None]:
         """A context whose next operation raises a MismatchError where the ranks' texts differ."""
-        self._compared = what
+        self._compared = ", ".join(filter(None, [self._compared, what]))
         try:
             yield
         finally:
@@ -236,6 +238,22 @@ class Operations:
     def _execute_one(self, call: Callable[[Any], Any], value: Any, shape: Any) -> Any:
         """Call a function of one array with a tensor; its result, of that shape."""
         return self.execute(lambda array: [call(array)], [value], [shape])[0]
+
+
+def local_value(value: Any) -> Any:
+    """This process's component of a value: a tensor or slices."""
+    if isinstance(value, values.DistributedVariable):
+        return value._primary.read_value()
+    if isinstance(value, values.DistributedValues):
+        value = value.values[0]
+    if value is None:
+        raise TypeError(NOTHING)
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        raise TypeError(
+            f"a {type(value).__name__} can't be reduced or gathered: must be a tensor, such as of"
+            " to_tensor() or tf.sparse.to_dense"
+        )
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
 def op_of(given: Any) -> Any:

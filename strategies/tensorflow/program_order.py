@@ -36,7 +36,12 @@ class ProgramOrder:
         """
         if tf.executing_eagerly():
             # Of tensors without axes NumPy makes scalars.
-            results = call(*[np.asarray(each.numpy()) for each in inputs])
+            try:
+                results = call(*[np.asarray(each.numpy()) for each in inputs])
+            except Exception as error:
+                # AutoGraph would raise another one, where a function that calls this is traced.
+                error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph reads it
+                raise
             return [tf.convert_to_tensor(each) for each in results]
 
         def operation(*arrays: Any) -> list[Any]:

@@ -27,6 +27,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, distribute_utils, values, values_util
 from tensorflow.python.trackable import base as trackable
 
+from strategies.core.same_error import PropagatedErrors
+
 _KERAS = "keras.src.backend.tensorflow.core"
 _KERAS_COMMON = "keras.src.backend.common.variables"
 _OPTIMIZERS = "keras.src.optimizers"
@@ -64,11 +66,9 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
     """Whether replicas have assigned values of their own, which are averaged."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        if not isinstance(value, values.DistributedValues) and not tf.is_tensor(value):
-            value = tf.convert_to_tensor(value, dtype=self.dtype)
         extended = self._distribute_strategy.extended
         if extended.is_alone:
-            return update_fn(self._primary, value, **kwargs)
+            return update_fn(self._primary, self._as_tensor(value), **kwargs)
         none = self._aggregation == tf.VariableAggregation.NONE
         first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.keras_variable is not None and (none or first):
@@ -76,22 +76,29 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
             # An optimizer's state is equal, a recurrent layer's belongs to the replica's own rows.
             of_state = caller.startswith((_OPTIMIZERS, _RECURRENT))
             if none and self.dtype.is_floating and not of_state and not self._trained():
-                updated = update_fn(self._primary, value, **kwargs)
+                updated = update_fn(self._primary, self._as_tensor(value), **kwargs)
                 self.is_statistic = True
                 extended.statistic_changed(self)
                 return updated
             if caller.startswith("keras."):
-                return update_fn(self._primary, value, **kwargs)
+                return update_fn(self._primary, self._as_tensor(value), **kwargs)
         # Keras's assign_add is an assignment of the sum, which would be added up once more.
         keras_sum = self.keras_variable is not None and (
             self._aggregation == tf.VariableAggregation.SUM
         )
         if none or keras_sum:
             raise self._refusal()
-        # Shapes alone don't show it: one variable's value would be added to another one's.
         method = update_fn.__qualname__.partition(".")[0].removeprefix("on_write_")
+        with PropagatedErrors(extended.operations.communicator, method):
+            value = self._as_tensor(value)
+        # Shapes alone don't show it: one variable's value would be added to another one's.
         with extended.operations.comparing(f"{method} of variable {self.number}"):
             return super()._update_replica(update_fn, value, **kwargs)
+
+    def _as_tensor(self, value: Any) -> Any:
+        if isinstance(value, values.DistributedValues) or tf.is_tensor(value):
+            return value
+        return tf.convert_to_tensor(value, dtype=self.dtype)
 
     def _trained(self) -> bool:
         """Whether it is trainable; layers of Keras may be frozen after their variables are made."""
@@ -191,18 +198,7 @@ def described(arguments: Mapping[str, Any]) -> str:
         if value is not None and value.name not in ("AUTO", "NONE")
     ]
     given += ["trainable=False"] * (arguments.get("trainable") is False)
-    return f"variable {name!r}" + f" ({', '.join(given)})" * bool(given) + _of_optimizer()
-
-
-def _of_optimizer() -> str:
-    """The settings of the optimizer of Keras that makes its variables, on the stack of calls."""
-    for frame in callers():
-        if frame.f_code.co_name == "build" and frame.f_globals["__name__"].startswith(_OPTIMIZERS):
-            from strategies.keras.arguments import settings_of
-
-            with tf.init_scope():  # where the function that builds it is traced
-                return f" of {settings_of(frame.f_locals['self'])}"
-    return ""
+    return f"variable {name!r}" + f" ({', '.join(given)})" * bool(given)
 
 
 def _evaluated(initial: Any, dtype: Any) -> Any:
@@ -236,6 +232,14 @@ def added_by_keras(variable: Any) -> Any:
                 return None
             addend = tf.convert_to_tensor(frame.f_locals["value"])
             return addend if name == "assign_add" else -addend
+    return None
+
+
+def summing_optimizer() -> Any:
+    """The optimizer of Keras that sums gradients, on the stack of calls; None without one."""
+    for frame in callers():
+        if frame.f_code.co_name == "_all_reduce_sum_gradients":
+            return frame.f_locals.get("self")
     return None
 
 

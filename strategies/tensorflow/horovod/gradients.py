@@ -39,6 +39,11 @@ class GradientReduction:
         self._scales_local = scale_local_gradients
         self._local: dict[int, Any] = {}
 
+    @property
+    def of_all(self) -> bool:
+        """Whether the gradients of all ranks are reduced, which may join."""
+        return self._process_set.process_set_id == 0
+
     def leave_local(self, variable: Any) -> None:
         """Don't reduce this variable's gradient."""
         self._local[key_of(variable)] = variable

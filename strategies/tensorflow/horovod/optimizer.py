@@ -106,7 +106,8 @@ class _Step:
         self._count: Any = None
         self._known: Any = None
         """How many sums there are."""
-        between_steps.add(self)
+        if reduction.of_all:
+            between_steps.add(self)
 
     def all_joined(self) -> None:
         """Begin a step: the passes since the last one differ in number."""

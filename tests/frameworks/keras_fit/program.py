@@ -623,7 +623,8 @@ def errors_of_the_chiefs_savers():
     assert "on_epoch_end" not in vars(full)
     absent = keras.callbacks.CSVLogger(path / "absent" / "a.csv")
     raised_everywhere(OSError, "absent", lambda: together.fit(X, Y, callbacks=[absent], **how))
-    for method in ("on_train_batch_end", "on_train_end"):
+    how["validation_data"] = X[:4], Y[:4]
+    for method in ("on_train_batch_end", "on_train_end", "on_epoch_begin", "on_test_end"):
         log = keras.callbacks.CSVLogger(path / f"{RANK}.csv")
         setattr(log, method, _full)
         fit = partial(together.fit, X, Y, callbacks=[log], **how)

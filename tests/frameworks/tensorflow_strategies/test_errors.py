@@ -40,28 +40,40 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
     with strategy.scope():
         total = tf.VariableAggregation.SUM
         first, second = (tf.Variable(ones, aggregation=total) for _ in range(2))
+        mean = tf.Variable(ones, aggregation=tf.VariableAggregation.MEAN)
 
     def reduced(op="SUM", value=ones, options=None):
         replica = tf.distribute.get_replica_context
         return strategy.run(lambda: replica().all_reduce(op, value, options))
 
+    def shift():
+        (first.assign_sub if odd else first.assign_add)(ones)
+
     def in_order():
         for each in (second, first) if odd else (first, second):
             each.assign_add(ones)
 
-    def built():
+    def stepped():
         with strategy.scope():
             weights = tf.keras.Variable(ones)
-            tf.keras.optimizers.SGD(momentum=0.8 + 0.1 * odd).build([weights])
+            optimizer = tf.keras.optimizers.SGD(weight_decay=0.1 + 0.1 * odd)
+        step = tf.function(lambda: optimizer.apply([ones], [weights]))
+        strategy.run(step)
 
     calls = {
         "all_reduce refused by ValueError": lambda: reduced("FOO" if odd else "SUM"),
         "all_reduce refused by TypeError": lambda: reduced(options=3 if odd else None),
-        r"assign_sub of variable \d": tf.function(
-            lambda: strategy.run(lambda: (first.assign_sub if odd else first.assign_add)(ones))
-        ),
+        r"assign_sub of variable \d": tf.function(lambda: strategy.run(shift)),
         r"assign_add of variable \d.*\n.*assign_add of variable \d": lambda: strategy.run(in_order),
-        "SGD{.*momentum: 0.9": built,
+        "a step of SGD{.*weight_decay: 0.2": stepped,
+        r"scatter_sub of variable \d": lambda: strategy.run(
+            lambda: (mean.scatter_sub if odd else mean.scatter_add)(
+                tf.IndexedSlices(tf.ones([1]), [0])
+            )
+        ),
+        "assign_add refused by": lambda: strategy.run(
+            lambda: first.assign_add("abc" if odd else ones)
+        ),
         "experimental_distribute_dataset refused": lambda: strategy.experimental_distribute_dataset(
             tf.data.Dataset.range(4) if odd else tf.data.Dataset.range(4).batch(2)
         ),
