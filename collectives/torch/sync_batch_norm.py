@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives.communicator import Communicator
+from collectives.consistency.uncaught import raised_on_all
 from collectives.torch.functions import all_reduce
 from collectives.world import given
 
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+_NUMBERS = 1 << 20
+"""Of settings: sums of their squares are exact."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -19,7 +23,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Like torch.nn.SyncBatchNorm, on CPU tensors too: inputs have shape (N, C) or (N, C, …), and N
     may differ by rank, or be 0. In training mode one `all_reduce` in the forward pass and one in
-    the backward pass move 2 C + 1 numbers of float64; every rank must run both. In evaluation mode
+    the backward pass move 2 C + 3 numbers of float64; every rank must run both. In evaluation mode
     nothing is sent. The gradients of `weight` and `bias` are this rank's part; like those of other
     parameters they are reduced by the training loop.
 
@@ -34,9 +38,11 @@ class SyncBatchNorm(_BatchNorm):
         options: `bias`, `device` and `dtype`, as of torch.nn.BatchNorm1d.
 
     Raises (from the call):
-        ValueError: the input has fewer than 2 dimensions; or, on every rank with a CPU tensor, all
-            ranks together have less than 2 values for each channel.
-        MismatchError: the ranks' calls or numbers of channels differ; on every rank.
+        ValueError: the input has fewer than 2 dimensions or another number of channels than C; or,
+            on every rank with a CPU tensor, all ranks together have less than 2 values for each
+            channel, or the ranks' settings differ.
+        MismatchError: the ranks' calls or numbers of channels differ, or one rank's input is wrong;
+            on every rank.
 
     """
 
@@ -83,13 +89,23 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Any) -> Any:
         """The normalized input, of its shape and dtype."""
-        self._check_input_dim(input)
         comm = given(self.comm)
         if not self.training or comm.size == 1:
+            self._check_input_dim(input)
             return super().forward(input)
-        moments = _all_moments(input, comm)
+        try:
+            self._check_input_dim(input)
+        except ValueError as error:
+            comm.barrier(f"SyncBatchNorm: {error}")  # a mismatch on all ranks
+            raise
+        moments = _all_moments(input, comm, self._settings())
         self._track(*(each.detach() for each in moments))
         return self._normalized(input, *moments[1:])
+
+    def _settings(self) -> int:
+        """A number that differs where the ranks would keep other statistics or results."""
+        settings = self.eps, self.momentum, self.track_running_stats, self.affine
+        return crc32(repr(settings).encode()) % _NUMBERS
 
     def _track(self, count: Any, mean: Any, variance: Any) -> None:
         """Update the running statistics; that of the variance is unbiased, as torch's."""
@@ -116,8 +132,10 @@ class SyncBatchNorm(_BatchNorm):
         return torch.addcmul(bias, centred, scale).to(inputs.dtype)
 
 
-def _all_moments(inputs: Any, comm: Communicator) -> tuple[Any, Any, Any]:
+def _all_moments(inputs: Any, comm: Communicator, settings: int) -> tuple[Any, Any, Any]:
     """Number of values of each channel, their mean and variance, over all ranks, in float64.
+
+    Raises ValueError on every rank where their `settings` differ.
 
     The ranks' sums of squares lose what the mean exceeds the deviation by, squared, which float64
     has to spare. Each rank computes its own from the deviations, which lose nothing.
@@ -130,14 +148,19 @@ def _all_moments(inputs: Any, comm: Communicator) -> tuple[Any, Any, Any]:
         sums = [mean * count, (variance + mean.square()) * count]
     else:
         sums = [inputs.new_zeros(2 * channels, dtype=torch.float64)]
-    total = all_reduce(torch.cat([sums[0].new_tensor([count]), *sums]), comm=comm)
-    counts = total[0].detach()
-    if total.device.type == "cpu" and counts < 2:
+    first = sums[0].new_tensor([count, settings, settings * settings])
+    total = all_reduce(torch.cat([first, *sums]), comm=comm)
+    counts, numbers, squares = total[:3].detach()
+    on_cpu = total.device.type == "cpu"  # on a GPU a look at the numbers waits for it
+    if on_cpu and numbers * numbers != squares * comm.size:
+        text = "SyncBatchNorm: the ranks' eps, momentum, track_running_stats or affine differ"
+        raise raised_on_all(ValueError(text), comm.rank)
+    if on_cpu and counts < 2:
         raise ValueError(
             f"all {comm.size} ranks together have {int(counts)} values for each channel: must be 2"
             " or more in training mode"
         )
-    mean, squares = total[1:].reshape(2, channels) / counts
+    mean, squares = total[3:].reshape(2, channels) / counts
     return counts, mean, (squares - mean.square()).clamp(min=0)
 
 

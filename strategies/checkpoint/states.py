@@ -110,7 +110,7 @@ class VariableState(State):
 def refuse_different_names(
     communicator: Communicator, what: str, states: Mapping[str, State]
 ) -> None:
-    """The same ValueError on every rank where states or their variables differ. Collective."""
+    """The same ValueError on every rank where states or their owners differ. Collective."""
     own = sorted(f"{path}{_number(state)}" for path, state in states.items())
     reports = compare(communicator, f"{what}: the states ", ", ".join(own), own, what)
     if reports is not None:
@@ -122,10 +122,12 @@ def refuse_different_names(
 
 
 def _number(state: State) -> str:
-    """The number of a variable, which has the same one on all ranks."""
-    variable = state.owner
-    known = isinstance(state, VariableState) and variable.distributed
-    return f" (variable {variable.number})" if known else ""
+    """The number of a variable or an optimizer, which has the same one on all ranks."""
+    owner = state.owner
+    if isinstance(state, VariableState) and owner.distributed:
+        return f" (variable {owner.number})"
+    series = getattr(owner, "series", None)
+    return "" if series is None else f" (optimizer {series.first})"
 
 
 def by_state(

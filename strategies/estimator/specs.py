@@ -82,13 +82,18 @@ class EvalSpec:
 
     input_fn: InputFunction
     steps: int | None = 100
+    name: Any = None
     hooks: Any = None
     exporters: Any = None
+    start_delay_secs: Any = None
+    throttle_secs: Any = None
 
     def __post_init__(self) -> None:
-        """TypeError for hooks and exporters, ValueError for `steps` below 1."""
-        given = {"hooks": self.hooks, "exporters": self.exporters}
-        refuse("EvalSpec", given, "input_fn, steps")
+        """TypeError for arguments beside `input_fn` and `steps`, ValueError for `steps` below 1."""
+        given = {**vars(self)}
+        for supported in ("input_fn", "steps"):
+            del given[supported]
+        refuse("EvalSpec", given, "input_fn, steps; every checkpoint is evaluated")
         _check_count("steps", self.steps)
 
 

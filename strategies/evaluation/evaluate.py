@@ -69,19 +69,21 @@ def evaluate_checkpoints(
     positive, and the errors of `Checkpoint.restore` and of the functions.
     """
     strategy = get_strategy() if strategy is None else strategy
-    with PropagatedErrors(strategy.communicator, "evaluate_checkpoints"):
+    propagated = PropagatedErrors(strategy.communicator, "evaluate_checkpoints")
+    with propagated:
         _check_interval(poll_seconds)
         directory = os.fspath(directory)
-    with strategy.evaluating(), strategy.scope():
-        checkpoint, evaluate = model_fn(strategy)
+        with strategy.evaluating(), strategy.scope():
+            checkpoint, evaluate = model_fn(strategy)
     evaluations = []
     for path, step in _new_checkpoints(strategy, directory, run, poll_seconds, idle_seconds):
-        with strategy.evaluating():
-            if not _restored(checkpoint, path):
-                continue
-            evaluations.append(Evaluation(path, step, evaluate()))
-        if on_result is not None:
-            on_result(evaluations[-1])
+        with propagated:
+            with strategy.evaluating():
+                if not _restored(checkpoint, path):
+                    continue
+                evaluations.append(Evaluation(path, step, evaluate()))
+            if on_result is not None:
+                on_result(evaluations[-1])
     return evaluations
 
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from strategies import Variable, VariableAggregation, VariableSynchronization, metrics
+from strategies import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    metrics,
+    optimizers,
+)
 from strategies.checkpoint import Checkpoint, CheckpointError
 from tests.strategies.support import lone_strategy, on_ranks, refusal, same_refusal
 
@@ -175,6 +181,13 @@ def test_ranks_with_different_objects_raise_the_same_error(comm, strategy, path)
     for call in (checkpoint.save, checkpoint.restore):
         text = same_refusal(comm, ValueError, "some ranks have states that others lack", call, path)
         assert "rank 0: b (variable 1)\n  rank 1: c (variable 1)" in text
+    with strategy.scope():
+        pair = [optimizers.SGD(0.1) for _ in range(2)]
+    for each in pair:
+        strategy.run(each.apply_gradients, args=([(np.ones(()), things["a"])],))
+    other = Checkpoint(a=things["a"], o=pair[comm.rank == 1])
+    text = same_refusal(comm, ValueError, "states that others lack", other.save, path)
+    assert "rank 0: o (optimizer 0)\n  rank 1: o (optimizer 1)" in text
     names = ["a", "b"] if comm.rank == 1 else ["b", "a"]
     swapped = Checkpoint(**dict(zip(names, things.values(), strict=True)))
     for call in (swapped.save, swapped.restore):

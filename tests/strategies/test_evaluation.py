@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import collectives
 import strategies
 from strategies import ClusterSpec, MultiWorkerMirroredStrategy, Variable, optimizers
 from strategies.checkpoint import Checkpoint, CheckpointError, CheckpointManager
@@ -217,6 +218,38 @@ def test_an_evaluations_exception_is_raised(tmp_path):
     refusal(IndexError, "out of range", evaluate_checkpoints, broken, tmp_path)
     (tmp_path / "ckpt-1.safetensors").write_bytes(b"half")
     refusal(CheckpointError, "incomplete", evaluate_checkpoints, model_fn, tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", ["model_fn", "evaluate", "on_result"])
+def test_what_one_rank_raises_is_raised_on_all(comm, directory, place):
+    def fail_in(here):
+        if here == place and comm.rank == 1:
+            raise OSError("no room")
+
+    def made(strategy):
+        fail_in("model_fn")
+        value = Variable(0.0)
+
+        def evaluate():
+            fail_in("evaluate")
+            return float(value.numpy())
+
+        return Checkpoint(v=value), evaluate
+
+    if comm.rank == 0:
+        save(directory, 1)
+        save(directory, 2)
+        end(directory)
+    comm.barrier()
+    strategy = MultiWorkerMirroredStrategy(communicator=comm)
+    error = collectives.MismatchError
+    with pytest.raises(error, match="evaluate_checkpoints refused by OSError: no room"):
+        evaluate_checkpoints(
+            made, directory, strategy=strategy, on_result=lambda _: fail_in("on_result")
+        )
+    comm.barrier()
 
 
 # --- the marker ----------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_one_call_forward_and_one_backward(torch, comm, monkeypatch):
     )
     inputs = torch.randn(3, CHANNELS, 2)
     result = layer(inputs)
-    assert [len(call[0]) for call in calls] == [2 * CHANNELS + 1]
+    assert [len(call[0]) for call in calls] == [2 * CHANNELS + 3]
     # The input requires no gradient on rank 0.
     (result.sum() if comm.rank else result.square().sum()).backward()
     assert len(calls) == 2
@@ -163,3 +163,12 @@ def test_refusals(torch, comm):
     with pytest.raises(ValueError, match="together have 1 values for each channel: must be 2"):
         layer(torch.zeros(examples, CHANNELS))
     assert layer.num_batches_tracked == 0
+    odd = comm.rank == comm.size - 1
+    for options in ({"eps": 1e-3 if odd else 1e-5}, {"momentum": None if odd else 0.1}):
+        other = collectives.torch.SyncBatchNorm(CHANNELS, **options)
+        with pytest.raises(ValueError, match="momentum, track_running_stats or affine differ"):
+            other(torch.zeros(3, CHANNELS))
+        assert other.num_batches_tracked == 0
+    with pytest.raises(collectives.MismatchError, match="5 channels"):
+        layer(torch.zeros(2, 5 if odd else CHANNELS))
+    layer(torch.zeros(3, CHANNELS))
