@@ -106,7 +106,9 @@ class RpcClient:
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
         if self.has_left:
-            raise RuntimeError("this worker has left the parameter servers: see `shutdown`")
+            raise RuntimeError(
+                "this worker has left the parameter servers: use variables before `shutdown`"
+            )
 
     def leave(self) -> None:
         """Notify all servers that live. A second call does nothing."""
