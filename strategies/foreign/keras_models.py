@@ -19,14 +19,26 @@ class Keras(Framework):
     name = "Keras"
     module = "keras"
     classes = ("layers.Layer", "Variable", "optimizers.Optimizer")
-    alternative = (
-        "make and compile the model in the scope of a strategy whose replicas take each step"
-        " together (MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy):"
-        " model.compile(optimizer, loss), then model.fit. With Keras's TensorFlow backend, use"
-        " strategies.tensorflow.MultiWorkerMirroredStrategy. In a loop of your own, outside of the"
-        " strategy's scope and run, collectives.world().all_reduce_many(gradients, 'mean')"
+    by_hand = (
+        "In a loop of your own, outside of the strategy's scope and run,"
+        " collectives.world().all_reduce_many(gradients, 'mean')"
     )
     inference_mark = "model.trainable = False"
+
+    @property
+    def alternative(self) -> str:  # type: ignore[override]  # depends on what Keras was loaded with
+        """What a program does instead; by Keras's backend."""
+        if not self.compiles:
+            return (
+                "Keras runs on TensorFlow here: use strategies.tensorflow"
+                ".MultiWorkerMirroredStrategy, or start the program with KERAS_BACKEND=torch or"
+                f" jax. {self.by_hand}"
+            )
+        return (
+            "make and compile the model in the scope of a strategy whose replicas take each step"
+            " together (MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy):"
+            f" model.compile(optimizer, loss), then model.fit. {self.by_hand}"
+        )
 
     @property
     def compiles(self) -> bool:
