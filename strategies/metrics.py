@@ -24,6 +24,7 @@ from strategies.variables.variable import (
     Variable,
     VariableAggregation,
     VariableSynchronization,
+    compare_made,
     made_together,
 )
 
@@ -38,6 +39,7 @@ class Metric(ABC):
         self.name = type(self).__name__.lower() if name is None else name
         with made_together(f"metric {self.name!r}"):
             self.dtype = np.dtype(dtype)
+        compare_made(f"metric {self.name!r}, {type(self).__name__} of {self.dtype}")
         self.total = self._sum("total")
 
     def _sum(self, what: str) -> Variable:

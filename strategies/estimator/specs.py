@@ -90,9 +90,8 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         """TypeError for arguments beside `input_fn` and `steps`, ValueError for `steps` below 1."""
-        given = {**vars(self)}
-        for supported in ("input_fn", "steps"):
-            del given[supported]
+        taken = ("input_fn", "steps")
+        given = {name: value for name, value in vars(self).items() if name not in taken}
         refuse("EvalSpec", given, "input_fn, steps; every checkpoint is evaluated")
         _check_count("steps", self.steps)
 

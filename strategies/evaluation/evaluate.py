@@ -66,7 +66,8 @@ def evaluate_checkpoints(
 
     Returns when `training_ends` has written its marker. Emits a RuntimeWarning after
     `idle_seconds`, and if there never was a checkpoint. Raises ValueError unless `poll_seconds` is
-    positive, and the errors of `Checkpoint.restore` and of the functions.
+    positive, and the errors of `Checkpoint.restore` and of the functions: those of one rank are a
+    MismatchError on the others.
     """
     strategy = get_strategy() if strategy is None else strategy
     propagated = PropagatedErrors(strategy.communicator, "evaluate_checkpoints")

@@ -279,6 +279,13 @@ def made_together(what: str) -> PropagatedErrors:
     return PropagatedErrors(strategy.communicator if strategy.aggregates else None, what)
 
 
+def compare_made(what: str) -> None:
+    """A MismatchError on every replica where the texts of what they create differ. Collective."""
+    strategy = get_strategy()
+    if strategy.aggregates:
+        strategy.barrier(what)
+
+
 def _check_rules(synchronization: Any, aggregation: Any) -> None:
     known = isinstance(synchronization, VariableSynchronization)
     if not known or synchronization is VariableSynchronization.NONE:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from collectives import MismatchError
 from strategies import Variable, VariableAggregation, VariableSynchronization, metrics
 from tests.strategies.support import as_replicas, lone_strategy, on_ranks, refusal, same_refusal
 
@@ -247,6 +248,19 @@ def test_reset_between_ranks(comm, strategy):
     assert mean.result() == 0.0
     strategy.run(mean.update_state, (comm.rank + 1.0,))
     assert mean.result() == pytest.approx((comm.size + 1) / 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_metrics_of_other_dtypes_or_classes_are_refused_on_every_rank(comm, strategy):
+    """Their results would differ between the ranks."""
+    with strategy.scope():
+        for kind, dtype in (
+            (metrics.Sum, np.float16 if comm.rank else np.float32),
+            (metrics.Sum if comm.rank else metrics.Mean, np.float32),
+        ):
+            with pytest.raises(MismatchError, match="metric 'm', Sum of float"):
+                kind("m", dtype)
 
 
 @pytest.mark.mpi

@@ -5,6 +5,7 @@ import pytest
 
 import collectives
 import strategies
+from tests.slow import slow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
@@ -80,7 +81,7 @@ def looped(tf, strategy):
     return model.get_weights()
 
 
-@pytest.mark.parametrize("trained", [fitted, looped])
+@pytest.mark.parametrize("trained", [fitted, *slow(looped)])
 def test_gradients(tf, ds, strategy_of, equal_on_all, trained):
     """`topk(1)` leaves nothing out: weights are those of one process."""
     strategy = strategy_of("topk(1)")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import strategies
+from tests.slow import slow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
@@ -177,7 +178,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("outer", [None, strategies.optimizers.SGD(1.0)])
+@pytest.mark.parametrize("outer", [None, *slow(strategies.optimizers.SGD(1.0))])
 def test_fit_ends_with_equal_weights(tf, ds, comm, equal_on_all, outer):
     """Keras assigns the first ones on all ranks but the chief, and averages over steps at last."""
     strategy = ds.LocalSGDStrategy(2, outer_optimizer=outer, communicator=comm)

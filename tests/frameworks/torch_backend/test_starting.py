@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.torch_backend.entry_point import entry_point
+from tests.slow import slow
 
 USER = str(Path(__file__).with_name("user.py"))
 ROOT = Path(__file__).parents[3]
@@ -18,7 +19,7 @@ def _needs_torch(torch):
     pass
 
 
-@pytest.mark.parametrize("ending", ["destroy", "leave"])
+@pytest.mark.parametrize("ending", ["destroy", *slow("leave")])
 def test_a_script_starts_under_mpirun_without_an_import_or_a_variable(launch, tmp_path, ending):
     command = [
         "env",
