@@ -282,7 +282,7 @@ class CompressedBucket(DenseBucket):
 
 
 def refuse_changed(members: Sequence[Member], dtype: Any) -> None:
-    """UnusableGradientError for a parameter that has another dtype than at first."""
+    """UnusableGradientError, whose text lacks the remedy, for a parameter of another dtype now."""
     for name, parameter in members:
         if parameter.dtype is not dtype:
             raise UnusableGradientError(

@@ -378,9 +378,11 @@ assert all(box.alive(peer) for peer in range(size))
 DEATHS = """
 if rank == last:
     box.send(0, "to the end", [np.ones(9)])
+    comm.barrier()  # the others have sent
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 large = box.send(last, "large", [np.ones(3_000_000)])
+comm.barrier()
 if rank == 0:
     came = box.receive(timeout=10)
     assert (came.source, came.header) == (last, "to the end"), came
