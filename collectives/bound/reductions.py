@@ -15,7 +15,7 @@ from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import prefix, refuse_mean
-from collectives.consistency.signature import Signature, check_index, check_text
+from collectives.consistency.signature import Signature, check_index, check_text, detail_of
 from collectives.cuda.runtime import fetched, filled
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
@@ -37,8 +37,7 @@ def all_reduce(
     detail = algorithms.forced("all_reduce", algorithm)
     check_text(what)
     given = ReduceInput(array, op)
-    details = [each for each in (detail, what) if each is not None]
-    signature = given.signature("all_reduce", detail=", ".join(details) or None)
+    signature = given.signature("all_reduce", detail=detail_of(detail, what))
     key = key_of(given.array, op, what)
     return _reduction(bind_all_reduce, signature, key, given, given.output(out), algorithm)
 

@@ -23,7 +23,7 @@ from collectives.calls.arguments import axis_of, split_rows
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import Scattered, look_at, scattered
 from collectives.calls.objects import outcome_of, result_of
-from collectives.consistency.signature import Signature, check_index
+from collectives.consistency.signature import Signature, check_index, detail_of
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm.selector import PathSelector
@@ -188,9 +188,8 @@ def scatter(
 ) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
     root = check_index("root", root, engine.size)
-    axis, detail = axis_of(axis), algorithms.forced("scatter", algorithm)
-    if axis:
-        detail = f"axis={axis}" if detail is None else f"axis={axis}, {detail}"
+    axis, named = axis_of(axis), algorithms.forced("scatter", algorithm)
+    detail = detail_of(f"axis={axis}" if axis else None, named)
     signature = Signature("scatter", root=root, detail=detail)
     bind = partial(bind_scatter, signature=signature, algorithm=algorithm)
     key = "scatter", root, axis

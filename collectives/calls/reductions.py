@@ -17,7 +17,7 @@ from collectives.arrays.kinds import (
     to_array,
 )
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.consistency.signature import Signature, dtype_name
+from collectives.consistency.signature import Signature, detail_of, dtype_name
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
@@ -75,5 +75,4 @@ class ReduceInput:
 
 def reduce_scatter_signature(given: ReduceInput, axis: int, detail: str | None) -> Signature:
     """The call that reduces the array and splits it along the axis."""
-    detail = f"axis={axis}" if detail is None else f"axis={axis}, {detail}"
-    return given.signature("reduce_scatter", detail=detail)
+    return given.signature("reduce_scatter", detail=detail_of(f"axis={axis}", detail))

@@ -49,8 +49,7 @@ class Signature(NamedTuple):
 
     def on_gpu(self) -> Signature:
         """The same call with arrays on a GPU: all ranks' arrays must lie on GPUs."""
-        detail = "on a GPU" if self.detail is None else f"{self.detail}, on a GPU"
-        return self._replace(detail=detail)
+        return self._replace(detail=detail_of(self.detail, "on a GPU"))
 
     def __str__(self) -> str:
         kind = None if self.dtype is None else f"{self.dtype}{_shown(self.shape or ())}"
@@ -70,6 +69,11 @@ def dtype_name(dtype: Any) -> str:
     """Unique name of a NumPy dtype; cached, because NumPy needs two microseconds for it."""
     name: str = dtype.name if dtype.isnative and dtype.kind != "V" else str(dtype)
     return name
+
+
+def detail_of(*parts: str | None) -> str | None:
+    """A signature's detail: the parts that are given; None where there are none."""
+    return ", ".join(part for part in parts if part is not None) or None
 
 
 # In the order of reporting if several fields differ.

@@ -150,9 +150,10 @@ def _all_moments(inputs: Any, comm: Communicator, settings: int) -> tuple[Any, A
         sums = [inputs.new_zeros(2 * channels, dtype=torch.float64)]
     first = sums[0].new_tensor([count, settings, settings * settings])
     total = all_reduce(torch.cat([first, *sums]), comm=comm)
-    counts, numbers, squares = total[:3].detach()
+    counts, of_settings, of_their_squares = total[:3].detach()
     on_cpu = total.device.type == "cpu"  # on a GPU a look at the numbers waits for it
-    if on_cpu and numbers * numbers != squares * comm.size:
+    # Equal only where all ranks' settings are.
+    if on_cpu and of_settings * of_settings != of_their_squares * comm.size:
         text = "SyncBatchNorm: the ranks' eps, momentum, track_running_stats or affine differ"
         raise raised_on_all(ValueError(text), comm.rank)
     if on_cpu and counts < 2:

@@ -379,7 +379,7 @@ DEATHS = """
 if rank == last:
     box.send(0, "to the end", [np.ones(9)])
     comm.barrier()  # the others have sent
-    time.sleep(0.2)
+    time.sleep(0.2)  # in which the message leaves, and the others leave the barrier
     os.kill(os.getpid(), signal.SIGKILL)
 large = box.send(last, "large", [np.ones(3_000_000)])
 comm.barrier()
