@@ -43,7 +43,8 @@ class Optimizer(ABC):
     gradients are clipped, and its own steps are counted.
 
     All may be changed between steps, alike on all replicas: each step compares them, a function by
-    the value it gives. Raises ValueError for a limit that isn't above 0, and for both limits.
+    the value it gives. A copy, or a pickled one, has the numbers and no slots. Raises ValueError
+    for a limit that isn't above 0, and for both limits.
     """
 
     _known_rate: tuple[int, float] | None
@@ -155,12 +156,14 @@ class Optimizer(ABC):
             (variable.number, isinstance(gradient, IndexedSlices))
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
-        made_of = self.rule, self.clipnorm, self.global_clipnorm, kinds
+        made_of = self.rule, self.clipnorm, self.global_clipnorm, len(self._slots), kinds
         if self._action_of == made_of:
             return self.action
         self._action_of = made_of
         numbers = ", ".join(f"{number}{' sparse' * sparse}" for number, sparse in kinds)
-        return f"{self.settings}, gradients of variables {numbers}"
+        # A copy, which one rank alone may have made, has no slots.
+        known = f"slots for {len(self._slots)} variables"
+        return f"{self.settings}, {known}, gradients of variables {numbers}"
 
     @property
     def settings(self) -> str:
@@ -178,7 +181,7 @@ class Optimizer(ABC):
         return fusion if alike else None
 
     def update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
-        """Count a step, and change the variables by it; overwrites the gradients."""
+        """Count a step and change the variables by it; overwrites the gradients."""
         self.update_clipped(self.clipped(gradients), [each.storage for each in variables])
 
     def clipped(self, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -241,9 +244,6 @@ class Optimizer(ABC):
         """Its numbers, and what is yet to be restored: slots belong to the values."""
         absent = dict.fromkeys(("_fused", "series", "_action_of"))
         return {**self.__dict__, **absent, "_slots": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def _numbered_slots(self) -> dict[str, Storage]:
         return {

@@ -127,7 +127,7 @@ class ServedReferences(References):
         own = self._optimizers.get(name.number)
         if own is None:
             own = name.kind.__new__(name.kind)
-            own.__setstate__({**name.state, "_restored": {}})
+            own.__dict__.update({**name.state, "_restored": {}})
             self.client.adopt(own, name.number)
             self._optimizers[name.number] = own
         # What it has restored here is not restored again, and its own steps are counted.
@@ -136,7 +136,7 @@ class ServedReferences(References):
             self._restores[name.number] = name.restores
         else:
             state["iterations"] = own.iterations
-        own.__setstate__(state)
+        own.__dict__.update(state)
         if name.number in self._restored:
             own.__dict__["_restored"] = self._restored.pop(name.number)
         return own

@@ -1,5 +1,7 @@
 """Optimizers against the published update rules in NumPy with float64."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -256,7 +258,7 @@ def test_all_gradients_travel_together(monkeypatch):
         assert values == [[-1.0] * 3] * 51
 
 
-def test_gradients_that_differ_by_rank_are_refused_before_any_copy_drifts():
+def test_gradients_or_slots_of_one_rank_alone_are_refused_before_any_copy_drifts():
     def one_rank(strategy):
         with strategy.scope():
             first, second = Variable(np.zeros(2)), Variable(np.zeros(3))
@@ -268,6 +270,10 @@ def test_gradients_that_differ_by_rank_are_refused_before_any_copy_drifts():
         assert not first.numpy().any()
         strategy.run(optimizer.apply_gradients, ([(np.ones(2), first), (np.ones(3), second)],))
         np.testing.assert_array_equal(second.numpy(), [-3.0] * 3)
+        if strategy.communicator.rank == 1:
+            optimizer = copy.deepcopy(optimizer)
+        with pytest.raises(MismatchError, match=r"rank 1: .* slots for 0 variables"):
+            strategy.run(optimizer.apply_gradients, ([(np.ones(2), first), (np.ones(3), second)],))
 
     on_ranks(3, one_rank)
 
