@@ -12,7 +12,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import after_reading, copied, is_device, like, may_overlap, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.bound.bind import bind
+from collectives.bound.bind import Call, bind
 from collectives.bound.calls import Bound, bound_operation
 from collectives.bound.rows import rows_of_all
 from collectives.caching import LRU
@@ -104,6 +104,13 @@ def bind_all_gather(
         return joined
 
     call = bind(engine, signature, run, rows_of_ranks.publish, rows_of_ranks.exchange)
+    return _on_arrays(call, rest, dtype, copies)
+
+
+def _on_arrays(
+    call: Call, rest: tuple[int, ...], dtype: np.dtype[Any], copies: bool
+) -> Callable[[Array, Array | None], Any]:
+    """A call on contiguous rows as one on any. PASS where `out` can't take them as they come."""
     ndarray = np.ndarray
 
     def call_with(array: Array, out: Array | None) -> Any:

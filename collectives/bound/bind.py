@@ -63,6 +63,13 @@ def bind(
     else:
         make = _made_between_nodes(check, signature, base, exchange)
         path = path if exchange is None else DISSEMINATION
+    return checked_call(engine, check, signature, make, run, path)
+
+
+def checked_call(
+    engine: Engine, check: CallCheck, signature: Signature, make: Make, run: Run, path: str
+) -> Call:
+    """A function (source, target) that counts the call, checks it by `make`, and runs it."""
     acquire, release, recorder = engine.lock.acquire, engine.lock.release, engine.recorder
 
     # As `CallScope.whole`, in half of the time.
@@ -76,11 +83,10 @@ def bind(
                 inside, sequence = True, check.sequence + 1
                 if engine.broken is not None:
                     raise engine.refusal()
-                start = clock()
+                start, engine.path = clock(), path
                 index = make(source, target, sequence)
                 if index is PASS:
                     return PASS
-                engine.path = path
                 result = run(source, target, index)
                 ring, position = recorder.ring, recorder.position
                 ring[position & _LAST] = sequence, signature, engine.path, start, clock()

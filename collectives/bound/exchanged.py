@@ -1,7 +1,7 @@
 """all_reduce of few bytes between nodes: they travel with the check of the call.
 
-As `bound.bind`, and as `CallCheck.check_counted` in most calls, written out: calls of Python
-functions would take as long as the messages. Where anything is unusual, `check_counted` goes on.
+As `CallCheck.check_counted` in most calls, written out: calls of Python functions would take as
+long as the messages. Where anything is unusual, `check_counted` goes on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from collectives.bound.between_nodes import Arrays, ReductionExchange
+from collectives.bound.bind import checked_call
 from collectives.calls import PASS
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
-from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
@@ -55,9 +55,15 @@ def bind_exchanged(
             move = _in_one_message(
                 engine, check, nodes_check, signature, base, reduction, shape, move
             )
-    acquire, release, errstate = engine.lock.acquire, engine.lock.release, engine.errstate.run
-    recorder, ring, last = engine.recorder, engine.recorder.ring, CALLS_KEPT - 1
-    divides, finish, ndarray, empty = reduction.divides, reduction.finish, np.ndarray, np.empty
+    errstate, divides, finish = engine.errstate.run, reduction.divides, reduction.finish
+    ndarray, empty = np.ndarray, np.empty
+
+    def run(array: Array, out: Array, index: Any) -> Array:
+        if divides:
+            errstate(finish, out.reshape(-1), size)
+        return out
+
+    call = checked_call(engine, check, signature, move, run, DISSEMINATION)
 
     def all_reduce(array: Array, out: Any) -> Any:
         if out is None:
@@ -69,32 +75,7 @@ def bind_exchanged(
             or out.dtype != dtype
         ):
             return PASS
-        inside = made = False
-        sequence, start = -1, 0
-        try:
-            if engine.before_call is not None:
-                engine.before_call()
-            acquire()
-            try:
-                inside, sequence = True, check.sequence + 1
-                if engine.broken is not None:
-                    raise engine.refusal()
-                start, engine.path = clock(), DISSEMINATION
-                move(array, out, sequence)
-                if divides:
-                    errstate(finish, out.reshape(-1), size)
-                position = recorder.position
-                ring[position & last] = (sequence, signature, DISSEMINATION, start, clock())
-                recorder.position, made = position + 1, True
-                return out
-            except BaseException as error:
-                engine.fail_bound(error, sequence, signature, start)
-                raise
-            finally:
-                release()
-        except BaseException as error:
-            engine.unlock(error, inside, made)
-            raise
+        return call(array, out)
 
     return all_reduce
 

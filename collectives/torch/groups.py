@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from collectives.communicator import Communicator
@@ -55,23 +56,24 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
     comm = Communicator(mpi_comm, deadline=options.timeout.total_seconds())
     engine = comm._engine
-
-    @contextmanager
-    def on_gpus(asynchronous: bool) -> Iterator[None]:
-        assert engine.devices is not None
-        if engine.before_call is not None:
-            engine.before_call()
-        # Calls of other threads must not come between the streams.
-        with (
-            engine.lock,
-            engine.devices.beside(None) if asynchronous else nullcontext(),
-            engine.devices.as_torch(),
-        ):
-            yield
-
-    queue = CallQueue(engine, engine.wait_policy, on_gpus)
+    queue = CallQueue(engine, engine.wait_policy, partial(_on_gpus, comm))
     messages = Messages(mpi_comm, engine.wait_policy, members)
     return CollectivesProcessGroup(backend, comm, messages, queue, members)
+
+
+@contextmanager
+def _on_gpus(comm: Communicator, asynchronous: bool) -> Iterator[None]:
+    engine = comm._engine
+    assert engine.devices is not None
+    if engine.before_call is not None:
+        engine.before_call()
+    # Calls of other threads must not come between the streams.
+    with (
+        engine.lock,
+        engine.devices.beside(None) if asynchronous else nullcontext(),
+        engine.devices.as_torch(),
+    ):
+        yield
 
 
 def _check_world(options: Any, whole: Communicator) -> None:

@@ -106,16 +106,7 @@ def distribute(
             )
         if not strategy.trains_alone:
             try:
-                if together:
-                    refuse_differences(
-                        strategy.communicator,
-                        "distribute: the ranks' optimizers differ",
-                        description,
-                        call="distribute, a call for every rank",
-                    )
-                mirror_model(strategy, model)
-                if together:
-                    mirror_optimizers(strategy.communicator, optimizers)
+                _mirror(strategy, model, optimizers, description)
             except BaseException:
                 # The next call would find the parameters taken.
                 reducer.close()
@@ -129,6 +120,21 @@ def distribute(
         _other_optimizers.note(optimizers)
     _trainings.append(_Training(strategy, model, optimizers, reducer, hooks))
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+def _mirror(strategy: Replication, model: Any, optimizers: Sequence[Any], description: str) -> None:
+    """Give all ranks the chief's values; optimizers that step together must be described alike."""
+    together = strategy.num_replicas_in_sync > 1
+    if together:
+        refuse_differences(
+            strategy.communicator,
+            "distribute: the ranks' optimizers differ",
+            description,
+            call="distribute, a call for every rank",
+        )
+    mirror_model(strategy, model)
+    if together:
+        mirror_optimizers(strategy.communicator, optimizers)
 
 
 def _before_step(reducer: GradientReducer, *, first_counts: bool) -> Callable[..., Any]:
