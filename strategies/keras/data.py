@@ -24,7 +24,7 @@ from strategies.core.same_error import compare
 from strategies.input import DistributedDataset
 from strategies.input.batches import digest_of
 from strategies.input.sources import shared_order
-from strategies.keras.orders import ShuffledPyDataset
+from strategies.keras.orders import OrderedPyDataset, has_workers
 from strategies.keras.shares import Share, length_of, share_of
 from strategies.keras.training import Training
 
@@ -239,8 +239,10 @@ def share_data(
             raise ValueError("the arrays have no rows: must have at least one")
         options["steps"] = options.pop("steps_per_epoch", None)
         return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)
-    if isinstance(x, keras.utils.PyDataset) and shuffle and x.num_batches is not None:
-        x = ShuffledPyDataset(x, seed)
+    if isinstance(x, keras.utils.PyDataset):
+        shuffled = bool(shuffle) and x.num_batches is not None
+        if shuffled or has_workers(x):
+            x = OrderedPyDataset(x, seed if shuffled else None)
     elif shuffle and (set_seed := shared_order(x)) is not None:
         set_seed(seed)
     whole = get_data_adapter(x, y, sample_weight, **options)

@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 import tempfile
+import time
 import traceback
 from functools import partial
 from itertools import chain
@@ -181,6 +182,14 @@ class Batches(keras.utils.PyDataset):
         return X[rows], Y[rows]
 
 
+class LateBatches(Batches):
+    """Batches that come late on one rank, whose workers have read less ahead than others."""
+
+    def __getitem__(self, index):
+        time.sleep(0.02 * (RANK == SIZE - 1))
+        return super().__getitem__(index)
+
+
 def batches():
     while True:
         yield from (Batches()[index] for index in range(6))
@@ -192,6 +201,12 @@ def batches_of_datasets_and_generators():
     how = {"batch_size": None, "steps_per_epoch": 6, "epochs": 2}
     alone, together = compiled()
     histories = [model.fit(batches(), verbose=0, **how) for model in (alone, together)]
+    assert_in_step(alone, together)
+    assert_same_history(*histories)
+    alone, together = compiled()
+    how = {"steps_per_epoch": 3, "epochs": 4, "shuffle": False, "verbose": 0}
+    histories = [alone.fit(Batches(), **how)]
+    histories.append(together.fit(LateBatches(workers=2, max_queue_size=2), **how))
     assert_in_step(alone, together)
     assert_same_history(*histories)
     if BACKEND == "torch":
