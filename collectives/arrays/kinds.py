@@ -146,9 +146,14 @@ def _check_on_cpu(device: int, array: Any, argument: str) -> None:
         )
 
 
+def _is_lazy(array: Any) -> bool:
+    """Whether it is a tensor that torch conjugates or negates when it is read."""
+    return is_torch(array) and (array.is_conj() or array.is_neg())
+
+
 def _lends_memory(array: Any) -> bool:
     """Whether its NumPy array shares its memory, unlike the copy of a list or a number."""
-    if is_torch(array) and (array.is_conj() or array.is_neg()):
+    if _is_lazy(array):
         return False
     if on_gpu(array):
         return True
@@ -260,7 +265,9 @@ def given_output(
     """The caller's own array; ValueError or TypeError if the result can't be written into it."""
     view = to_array(out, name)
     if view is not out and not _lends_memory(out):
-        raise TypeError(f"{name} is a {type(out).__name__}: must be an array that can be written")
+        lazy = " that is conjugated or negated when it is read" if _is_lazy(out) else ""
+        kind = f"{type(out).__name__}{lazy}"
+        raise TypeError(f"{name} is a {kind}: must be an array that can be written")
     if view.shape != shape:
         raise ValueError(f"{name} has shape {view.shape}: must have the result's, {shape}")
     if view.dtype != dtype:

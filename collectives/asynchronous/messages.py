@@ -155,9 +155,8 @@ class Messages:
         for queue in self._unmatched.values():
             for incoming in queue:
                 if self._engine.broken is None:
-                    log.warning(
-                        "%s: closed before a message came (%s)", incoming.call, incoming.line
-                    )
+                    line = f" ({incoming.line})" if incoming.line else ""  # none of a `recv`
+                    log.warning("%s: closed before a message came%s", incoming.call, line)
                 incoming.refuse(UnusableError(f"{incoming.call}: the communicator is closed"))
         self._unmatched.clear()
 

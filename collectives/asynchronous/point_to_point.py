@@ -36,8 +36,9 @@ class PointToPointCalls:
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
         """Receive elements from one rank into `out`, and return it.
 
-        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`. After
-        DeadlineExceededError the message goes to the next receive of the same rank and tag.
+        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`, which may
+        hold parts of it then. After DeadlineExceededError the message goes to the next receive of
+        the same rank and tag.
         """
         return self._messages.receive(Incoming("recv", out, self._peer(peer), tag))
 

@@ -122,7 +122,7 @@ class Incoming(Transfer):
         content = self.receiving.content
         if self.receiving.kind != _kind(self._dtype):
             sent, held = _name_of(self.receiving.kind), dtype_name(self._dtype)
-            raise DtypeMismatchError(f"{self.call}: it sent dtype {sent}: out holds {held}")
+            raise DtypeMismatchError(f"{self.call}: it sent {sent}: out holds {held}")
         if len(content) != len(self.buffer):
             sent_count, count = (
                 len(each) // self._dtype.itemsize for each in (content, self.buffer)
@@ -146,4 +146,5 @@ def _kind(dtype: np.dtype[Any]) -> int:
 def _name_of(kind: int) -> str:
     """The dtype of a kind, for messages: a receiver gets no more of what was sent."""
     names = {dtype_name(np.dtype(each)) for each in np.sctypeDict.values()}
-    return next((name for name in names if fingerprint((name,)) == kind), "another one than out")
+    known = (f"dtype {name}" for name in names if fingerprint((name,)) == kind)
+    return next(known, "another dtype, such as a record or one of another byte order")

@@ -144,7 +144,7 @@ class Exchange:
             problem = self._other_sizes(size for size, *_ in ranks)
             server = _Server(problem=problem) if problem else self._configure(process, hosts)
             self._store.set(f"{session}/server", json.dumps(server))
-            if (failure := self._failure_of(server)) is not None:
+            if (failure := self._failure_of(server, session)) is not None:
                 raise failure
             connected = self._greet(server)
         if connected is None:
@@ -199,7 +199,7 @@ class Exchange:
                 joined, self._failure, self._failure_limit = session, None, math.inf
             if self._failure is None and self._store.check([f"{session}/server"]):
                 server = _Server(*json.loads(self._store.get(f"{session}/server")))
-                self._failure = self._failure_of(server)
+                self._failure = self._failure_of(server, session)
                 if self._failure is not None:
                     self._failure_limit = time.monotonic() + _STALE_SECONDS
                 elif (connected := self._greet(server)) is not None:
@@ -216,14 +216,17 @@ class Exchange:
             raise self._failure
         names = [] if session is None else [f"{session}/{rank}" for rank in range(self._size)]
         absent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
-        if names:
-            first, own = (self._store.get(names[rank]).decode() for rank in (0, self._rank))
-            if problem := self._other_sizes(json.loads(first)[:1]):
-                self._problem += f"; or {problem}"
-            elif self._preceded or own != self._own:
-                self._problem += f"; or {self._own_name} was started twice"
+        problem = ""
+        if session is not None:
+            sizes = self._other_sizes(json.loads(self._store.get(names[0]).decode())[:1])
+            problem = f"; or {sizes}" if sizes else self._repetition(session)
         # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
-        raise self._late(absent or (0,))
+        raise self._late(absent or (0,), problem)
+
+    def _repetition(self, session: str) -> str:
+        """What is added to an error where another process has, or had, this one's rank."""
+        own = self._store.get(f"{session}/{self._rank}").decode()
+        return f"; or {self._own_name} was started twice" * (self._preceded or own != self._own)
 
     def _other_sizes(self, sizes: Iterable[int]) -> str:
         """Which of the first ranks are of a world of another size than this one; "" for none."""
@@ -231,10 +234,10 @@ class Exchange:
         what = "the ranks were started as worlds of different sizes"
         return f"{what}: {self._own_name}, but {', '.join(others)}" if others else ""
 
-    def _late(self, absent: Sequence[int]) -> DeadlineExceededError:
+    def _late(self, absent: Sequence[int], problem: str = "") -> DeadlineExceededError:
         return DeadlineExceededError(
             f"{self._own_name}: the start of MPI timed out after {self._seconds:g} s."
-            f" Absent: {self._named(absent)}{self._problem}",
+            f" Absent: {self._named(absent)}{self._problem}{problem}",
             tuple(absent),
         )
 
@@ -243,9 +246,9 @@ class Exchange:
             return ", ".join(self._names[rank] for rank in ranks)
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
-    def _failure_of(self, server: _Server) -> CollectiveError | None:
+    def _failure_of(self, server: _Server, session: str) -> CollectiveError | None:
         if server.absent:
-            return self._late(server.absent)
+            return self._late(server.absent, self._repetition(session))
         return LaunchError(server.problem) if server.problem else None
 
     def _greet(self, server: _Server) -> tuple[socket.socket, socket.socket] | None:

@@ -183,10 +183,17 @@ def test_ranks_of_worlds_of_different_sizes_are_an_error_on_all(monkeypatch):
             connected.end.close()
 
 
-def test_a_rank_that_was_started_twice_is_named():
+@pytest.mark.parametrize("first_gives_up", [False, True])
+def test_a_rank_that_was_started_twice_is_named(first_gives_up, monkeypatch):
+    from collectives.launching import exchange
+
+    monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
     store = Store()
     store.set("session", "now")
     store.set("now/0", json.dumps([3, "a"]))
+    if first_gives_up:
+        store.set("now/1", json.dumps([3, "another process"]))
+        store.set("now/server", json.dumps(["", 0, "", "", [2]]))
     exchanges = [Exchange(store, 1, 3, seconds) for seconds in (0.4, 0.8)]
     with ThreadPoolExecutor(2) as pool:
         for end in [pool.submit(each.connect, "127.0.0.1") for each in exchanges]:
