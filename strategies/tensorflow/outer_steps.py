@@ -30,6 +30,9 @@ class AveragedVariable(ReplicatedVariable):
     outer_value: LocalStorage | None = None
     """The value that a round began with; the optimizer's slots belong to the storage."""
 
+    outer_began = False
+    """Whether that is the present round, which may know other variables at its first step."""
+
     outer_changed = False
     """Whether it was changed outside of steps since the last averaging."""
 
@@ -76,17 +79,16 @@ class OuterSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._began = False
 
     def begin(self, operations: Operations, variables: Sequence[Any]) -> None:
-        """Before a step: keep the weights, if it is the round's first one."""
+        """Before a step: keep each weight, if it is the weight's first one of the round."""
         weights = [each for each in variables if each.trainable]
 
         def call(*arrays: Array) -> Sequence[Array]:
-            if not self._began:
-                for variable, array in zip(weights, arrays, strict=True):
+            for variable, array in zip(weights, arrays, strict=True):
+                if not variable.outer_began:
                     self._keep(variable, array)
-                self._began = True
+                    variable.outer_began = True
             return arrays
 
         if weights:
@@ -116,7 +118,7 @@ class OuterSteps:
 
         def store(array: Array) -> list[Array]:
             variable.outer_changed = True
-            if self._has(variable):
+            if variable.outer_began:
                 self._keep(variable, array)
             return [array]
 
@@ -135,13 +137,9 @@ class OuterSteps:
         every = zip(variables, own, chosen, strict=True)
         return [self._value(each, array) for each, array, choice in every if choice]
 
-    def _has(self, variable: Any) -> bool:
-        """Whether the value that the round began with is kept."""
-        return self._began and variable.outer_value is not None
-
     def _value(self, variable: Any, own: Array) -> Array:
         """A rank that has taken no step since has the value that the round began with."""
-        return variable.outer_value.view() if self._has(variable) else own
+        return variable.outer_value.view() if variable.outer_began else own
 
     def _keep(self, variable: Any, array: Array) -> None:
         if variable.outer_value is None or variable.outer_value.shape != array.shape:
@@ -161,11 +159,10 @@ class OuterSteps:
         weights, agreed = [], iter(began_with)
         for number, variable in enumerate(variables):
             began = next(agreed) if chosen[number] else self._value(variable, own[number])
-            variable.outer_changed = False
+            variable.outer_changed = variable.outer_began = False
             if variable.trainable:
                 weights.append(number)
                 self._keep(variable, began)
-        self._began = False
         storages = [variables[number].outer_value for number in weights]
         gradients = [
             storage.view() - means[number]

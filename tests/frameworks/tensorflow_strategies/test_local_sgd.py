@@ -242,6 +242,36 @@ def test_values_that_are_changed_within_a_round_of_an_outer_optimizer(
         assert (given == given[0]).all()
 
 
+def test_variables_that_a_rounds_first_step_does_not_know(tf, ds, comm):
+    """One is made within the round; one is assigned between rounds, after a function's trace."""
+    outer = strategies.optimizers.SGD(0.5)
+    strategy = ds.LocalSGDStrategy(2, outer_optimizer=outer, communicator=comm)
+
+    def trained(value):
+        with strategy.scope():
+            weights = tf.Variable([value])
+            optimizer = tf.keras.optimizers.SGD(1.0)
+            optimizer.build([weights])
+
+        def step():
+            optimizer.apply_gradients([(tf.fill([1], -1.0 - comm.rank), weights)])
+
+        return weights, tf.function(lambda: strategy.run(step))
+
+    moved = (comm.size + 1) / 4
+    first, step = trained(0.0)
+    step()
+    later, step_of_later = trained(5.0)
+    step_of_later()
+    given = comm.all_gather(np.stack([first.numpy(), later.numpy()], axis=1))
+    np.testing.assert_allclose(given, [[moved, 5 + moved]] * comm.size)
+    later.assign([100.0])
+    step()
+    step_of_later()
+    given = comm.all_gather(np.stack([first.numpy(), later.numpy()], axis=1))
+    np.testing.assert_allclose(given, [[2 * moved, 100 + moved]] * comm.size)
+
+
 def test_rounds_of_seconds(tf, ds, comm):
     """A round is at most twice as long as the one before; the first has one step."""
     strategy = ds.LocalSGDStrategy(sync_seconds=1e6, communicator=comm)
