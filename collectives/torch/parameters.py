@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -45,6 +45,8 @@ def check_options(
         raise ValueError(f"op={op!r}: only a mean is weighted")
     if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
         raise TypeError(f"wire_dtype={wire_dtype!r}: must be a torch.dtype, or None")
+    if wire_dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"wire_dtype={wire_dtype}: must be torch.float16, torch.bfloat16 or None")
     if compression is not None and wire_dtype is not None:
         raise ValueError(f"wire_dtype={wire_dtype}, compression={compression!r}: only one of them")
 
@@ -56,14 +58,24 @@ def describe(member: Member) -> str:
     return f"{member.name}: {parameter.dtype} {tuple(parameter.shape)}, strides {strides}"
 
 
+# Numbers that schedulers keep in groups, which decide on no step.
+_OF_SCHEDULES = frozenset(["initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"])
+
+
 def settings_of(optimizer: Any) -> str:
     """An optimizer's class and settings, which decide on a step, also on its rounding."""
-    groups = [
-        {name: _plain(group.get(name)) for name in sorted(optimizer.defaults)}
-        for group in optimizer.param_groups
-    ]
+    groups = [_settings(group, optimizer.defaults) for group in optimizer.param_groups]
     more = f", {len(groups)} groups, {crc32(repr(groups).encode()):08x}" * (len(groups) > 1)
     return f"{type(optimizer).__name__}({groups[0]}{more})"
+
+
+def _settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group, and further numbers such as a layer's scale of the rate."""
+    settings = {name: _plain(group.get(name)) for name in defaults}
+    for name in group.keys() - defaults.keys() - _OF_SCHEDULES - {"params"}:
+        if isinstance(number := _plain(group[name]), float):
+            settings[name] = number
+    return dict(sorted(settings.items()))
 
 
 def _plain(setting: Any) -> Any:

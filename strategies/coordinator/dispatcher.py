@@ -58,6 +58,7 @@ class Dispatcher:
             for worker in sorted(self._living):
                 with self._losing(worker):
                     self._endpoint.notify(worker, body, packed)
+        self.dispatch()  # what a worker ran that was lost here
 
     def end(self) -> None:
         """End the workers' service after what they run now. A second call does nothing."""

@@ -101,7 +101,9 @@ class Estimator:
         saved: Callable[[], Any],
     ) -> Estimator:
         """As `train`; `saved()` is called after each checkpoint. Collective."""
-        strategy = self.train_strategy
+        strategy, every = self.train_strategy, self.config.save_checkpoints_steps
+        if not self._asynchronous:
+            strategy.communicator.barrier(f"Estimator.train, save_checkpoints_steps={every}")
         path = self.latest_checkpoint()
         first = step_of(path)
         count = steps if max_steps is None else max(max_steps - first, 0)
@@ -116,7 +118,7 @@ class Estimator:
         )
         kind = SharedSaving if self._asynchronous else Saving
         end = None if count is None else first + count
-        saving = kind(manager, first, end, self.config.save_checkpoints_steps, saved)
+        saving = kind(manager, first, end, every, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
         restored.train_steps(count)
         restored.model.fit(
@@ -189,7 +191,9 @@ class Estimator:
         if mode not in self._models:
             scope = nullcontext() if strategy is None else strategy.scope()
             known = {"params": self.params, "config": self.config}
-            self._models[mode] = RestoredModel(lambda: _call(self._model_fn, known), scope)
+            communicator = None if strategy is None else strategy.communicator
+            with PropagatedErrors(communicator, "Estimator: model_fn"):
+                self._models[mode] = RestoredModel(lambda: _call(self._model_fn, known), scope)
         return self._models[mode]
 
     def _distributed(self, strategy: Strategy, input_fn: InputFunction, mode: str) -> Any:

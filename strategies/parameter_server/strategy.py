@@ -135,6 +135,8 @@ class ParameterServerStrategy(Strategy):
                 f"{self._name} can't serve: only tasks of the job ps do, and workers of a cluster"
                 " that has a chief; others run the program"
             )
+        if self._serves_chief:
+            raise RuntimeError(f"{self._name} serves the chief already: `serve` is called once")
         self._serves_chief = True
         self.worker.stop_listening()
         serve_chief(self, self.link, self.worker.client.fence)
@@ -143,9 +145,11 @@ class ParameterServerStrategy(Strategy):
     def shutdown(self) -> None:
         """As a worker: wait until all that was pushed is applied, and leave. The others go on.
 
-        A chief first ends the service of its workers. Raises errors of the last pushes. On a
-        server, and a second time, it does nothing. A worker that ends without it leaves, too.
+        A chief first ends the service of its workers. Raises errors of the last pushes, and
+        RuntimeError inside `run` and scheduled functions. On a server, and a second time, it does
+        nothing. A worker that ends without it leaves, too.
         """
+        require_cross_replica("ParameterServerStrategy.shutdown")
         if self.link is not None and self.link.is_chief:
             self.link.end()
         if self._worker is not None:

@@ -196,6 +196,24 @@ def test_an_answer_after_the_detection_of_a_death_is_ignored():
         made.queue.join()
 
 
+class UnwarnedBox(PostBox):
+    """A box that notices a death by what it sends alone."""
+
+    def alive(self, peer):
+        return True
+
+
+def test_what_a_worker_ran_that_a_notification_lost_is_run_by_another():
+    with cluster({}, {}, box_of_chief=UnwarnedBox) as made:
+        lost = made.schedule(wait_for_the_board)
+        wait_until(lambda: not made.post.inboxes[1])
+        made.post.kill(1)
+        made.dispatcher.notify_all(None, pack(None, REFERENCES))
+        BOARD.open.set()
+        assert lost.get() is None
+        made.queue.join()
+
+
 def late_answer(source, number, value):
     """The letter with which a worker answers the request of this number."""
     box = WatchedBox([])

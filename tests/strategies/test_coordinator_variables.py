@@ -320,6 +320,26 @@ def push_nonsense(variable):
     variable.storage.change(nonsense)
 
 
+def test_a_scheduled_function_neither_serves_nor_leaves(comm):
+    def chief(strategy, coordinator):
+        for name, match in {
+            "serve": "serves the chief already",
+            "shutdown": "inside `run`",
+        }.items():
+            refused = coordinator.schedule(call_on_strategy, (name,))
+            with pytest.raises(RuntimeError, match=match):
+                coordinator.join()
+            with pytest.raises(RuntimeError, match=match):
+                refused.get()
+        assert coordinator.schedule(abs, (-3,)).get() == 3
+
+    coordinated(comm, chief)
+
+
+def call_on_strategy(name):
+    getattr(strategies.get_strategy(), name)()
+
+
 def test_who_can_serve(comm):
     with strategy_on(comm, 1, chief=True) as strategy:
         if strategy.is_chief:

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from collectives import MismatchError
+
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.ranks(2),
@@ -234,7 +236,18 @@ def test_what_is_not_supported(tf, ds, estimator, comm):
     ):
         with pytest.raises(error, match=text):
             call()
-    comm.barrier()
+    last = comm.rank == comm.size - 1
+
+    def fails_on_one():
+        if last:
+            raise LookupError("no model here")
+        return made(tf.keras)
+
+    with pytest.raises(MismatchError, match="no model here"):
+        new(fails_on_one).train(data)
+    config = estimator.RunConfig(train_distribute=strategy, save_checkpoints_steps=3 + last)
+    with pytest.raises(MismatchError, match="save_checkpoints_steps=4"):
+        new().train(data)
 
 
 def test_an_evaluator_is_refused(tf, ds, estimator, comm, monkeypatch):

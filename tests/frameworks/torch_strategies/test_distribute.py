@@ -590,8 +590,12 @@ def test_an_earlier_distribute_stays_where_a_later_one_fails(torch, comm):
     model = network(torch)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     strategy.distribute(model, optimizer)
+    scaled = torch.optim.SGD(model.parameters(), 0.1)
+    scaled.param_groups[0]["scale"] = 1.0 + last
     for wrong in (
         {"wire_dtype": torch.float16 if last else None},
+        {"wire_dtype": torch.int8},
+        {"optimizer": scaled},
         {"wire_dtype": "float16"},
         {"optimizer": torch.optim.SGD(model.parameters(), 0.2 if last else 0.1)},
     ):
