@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from collectives.consistency.dissemination import DIFFERENT, Dissemination, Exchange, Rounds
@@ -138,7 +139,8 @@ class NodesCheck:
             ends = complete or self.lateness.lease_is_over(rounds.deadline)
             return ends or self._vote_requested(rounds.number)
 
-        self._wait_policy.until(over, lambda: self.rounds.absent(rounds))
+        wait_policy, absent = self._wait_policy, partial(self.rounds.absent, rounds)
+        wait_policy.until(over, absent, in_transit=wait_policy.call.moves_data)
         return complete
 
     def _vote_requested(self, number: int) -> bool:

@@ -38,7 +38,7 @@ class Signature(NamedTuple):
     root: int | None = None
     detail: str | None = None
     nbytes: int = 0
-    """For the flight recorder only: may differ by rank."""
+    """For the flight recorder and for waits: may differ by rank."""
     scope: str | None = None
     """The enclosing operation, for messages only: may differ by rank."""
 

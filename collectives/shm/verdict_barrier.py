@@ -103,12 +103,14 @@ class VerdictBarrier(NodeBarrier):
         def absent() -> dict[int, str]:
             return self._never_arrived(word, ARRIVALS[sequence & 1]) or self._missing(word)
 
+        wait_policy = self._wait_policy
         try:
-            self._wait_policy.until(published, absent)
+            # The data of the nodes may travel with their words.
+            wait_policy.until(published, absent, in_transit=wait_policy.call.moves_data)
         except DeadlineExceededError as error:
             while not published():
                 if self._withdraw_leader(word, sequence):
-                    error = self._wait_policy.renewed(error, absent)
+                    error = wait_policy.renewed(error, absent)
                     error.withdrawn = True
                     raise error from None
                 if not order_all_threads():

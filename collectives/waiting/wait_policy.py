@@ -3,6 +3,7 @@
 A wait of microseconds spins, because yielding the core costs more. Where the cores are
 oversubscribed, every poll yields, because the awaited rank may need this core. After a few
 milliseconds the wait sleeps between polls, so that a long wait leaves the core to other work.
+Where the polls move data on a link, which a sleep would leave idle, it yields for longer.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ YIELDS = 20
 
 _SPINS = 1000
 _YIELD_SECONDS = 2e-3
+_YIELD_SECONDS_IN_TRANSIT = 20e-3
 _EARLY_SLEEP_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
 _LONGEST_SLEEP_IN_TRANSIT = 0.1e-3
+_LINK_BYTES = 32 << 10
 _PROGRESS_SECONDS = 0.3e-3
 # Frameworks call this package for the user, and these packages of others lie in between.
 _PACKAGES = ("collectives", "strategies", "torch", "tensorflow", "keras", "jax")
@@ -65,6 +68,12 @@ class WaitingCall:
     """The call's number, or None for what has none, such as a message between two ranks."""
     scope: str | None = None
     """Name of the enclosing operation, where it has one."""
+
+    @property
+    def moves_data(self) -> bool:
+        """Whether it moves more bytes than the buffers of a link hold during a sleep."""
+        nbytes: int = getattr(self.what, "nbytes", 0)
+        return nbytes > _LINK_BYTES
 
     def __str__(self) -> str:
         """The call and its number."""
@@ -160,8 +169,9 @@ class WaitPolicy:
     ) -> None:
         """Return when `ready()`.
 
-        `in_transit`: data may be in transit, which only `ready` moves on, as MPI does. The link is
-        idle while the wait sleeps longer than its buffers last.
+        `in_transit`: data may be in transit, which only `ready` moves on, as MPI does, here or in
+        another rank that this one follows. The link is idle while the wait sleeps longer than its
+        buffers last.
 
         Raises DeadlineExceededError, naming the ranks in `absent()`, once the deadline plus `grace`
         seconds have passed since `start`, in seconds of `time.monotonic`: the beginning of a wait
@@ -172,14 +182,18 @@ class WaitPolicy:
         warned = self.deadline is not None and now - start >= self.deadline / 10
         next_check = CHECK_SECONDS
         next_progress = _PROGRESS_SECONDS
-        longest = _LONGEST_SLEEP_IN_TRANSIT if in_transit else _LONGEST_SLEEP
+        longest, yield_seconds = _LONGEST_SLEEP, self._yield_seconds
+        if in_transit:
+            longest = _LONGEST_SLEEP_IN_TRANSIT
+            if yield_seconds == _YIELD_SECONDS:
+                yield_seconds = _YIELD_SECONDS_IN_TRANSIT
         while not ready():
             waited = time.monotonic() - start
             # Another thread may take Python's lock meanwhile, and keep it for milliseconds.
             if waited >= next_progress:
                 next_progress = waited + _PROGRESS_SECONDS
                 self.progress()
-            if waited < self._yield_seconds:
+            if waited < yield_seconds:
                 os.sched_yield()
                 continue
             time.sleep(min(longest, waited / 20))

@@ -1,5 +1,6 @@
 """Two nodes of two ranks: small reductions, whose check is written out where all goes as usual."""
 
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -182,3 +183,21 @@ def test_a_call_is_withdrawn_at_the_deadline_and_repeated(four, late):
     four.deadline = 20
     for number in range(3):
         summed(four, number)
+
+
+def test_a_wait_for_the_other_node_moves_large_data_on(four, monkeypatch):
+    until, waits = WaitPolicy.until, []
+
+    def note(self, *arguments, **named):
+        waits.append(named.get("in_transit", False))
+        until(self, *arguments, **named)
+
+    monkeypatch.setattr(WaitPolicy, "until", note)
+    for count, in_transit in ((1, False), (1 << 16, True)):
+        waits.clear()
+        MPI.COMM_WORLD.Barrier()
+        if four.node == 1:
+            time.sleep(0.05)
+        array = np.full(count, four.rank + 1.0)
+        np.testing.assert_array_equal(four.all_reduce(array), np.full(count, 10.0))
+        assert four.node == 1 or (waits and any(waits) == in_transit), waits
