@@ -33,7 +33,10 @@ _LAST = CALLS_KEPT - 1
 
 Call = Callable[[Any, Any], Any]
 Make = Callable[[Any, Any, int], Any]
-"""A function (source, target, sequence) → the index for `Run`, once all ranks make the call."""
+"""A function (source, target, sequence) → the index for `Run`, or None, where it has one.
+
+It counts the call, and returns once all ranks make it.
+"""
 
 
 def bind(
@@ -69,7 +72,7 @@ def bind(
 def checked_call(
     engine: Engine, check: CallCheck, signature: Signature, make: Make, run: Run, path: str
 ) -> Call:
-    """A function (source, target) that counts the call, checks it by `make`, and runs it."""
+    """A function (source, target) that makes the call by `make` and `run`, and records it."""
     acquire, release, recorder = engine.lock.acquire, engine.lock.release, engine.recorder
 
     # As `CallScope.whole`, in half of the time.

@@ -1,6 +1,6 @@
 """all_reduce of few bytes between nodes: they travel with the check of the call.
 
-As `CallCheck.check_counted` in most calls, written out: calls of Python functions would take as
+As `CallCheck.check_counted` in most calls, written out: its calls of Python functions would take as
 long as the messages. Where anything is unusual, `check_counted` goes on.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.bound.between_nodes import Arrays, ReductionExchange
-from collectives.bound.bind import checked_call
+from collectives.bound.bind import Make, checked_call
 from collectives.calls import PASS
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
@@ -27,9 +27,6 @@ from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.verdict_barrier import ALIKE
 
 _ALIKE = ALIKE << SEQUENCE_BITS
-
-Move = Callable[[Array, Array, int], None]
-"""A function (array, out, sequence): count the call, check it and store the result in `out`."""
 
 
 def bind_exchanged(
@@ -46,7 +43,7 @@ def bind_exchanged(
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     exchange = ReductionExchange(engine, reduction, math.prod(shape))
     if nodes_check is None:
-        move = _of_a_follower(engine, check, signature, base, *_slots_of(exchange, shape))
+        move = _of_a_follower(engine, check, signature, base, exchange, shape)
     elif exchange.slots:
         move = _of_a_leader(engine, check, nodes_check, signature, base, exchange, shape)
     else:
@@ -85,11 +82,12 @@ def _of_a_follower(
     check: CallCheck,
     signature: Signature,
     base: int,
-    stores: list[Array],
-    results: list[Array],
-) -> Move:
+    exchange: ReductionExchange,
+    shape: tuple[int, ...],
+) -> Make:
     """Of a rank that shares its node's memory with others, and doesn't lead it."""
     assert check.verdicts is not None
+    stores, results = _slots_of(exchange, shape)
     memory, poll, check_counted = check.verdicts.memory, check.verdicts.poll, check.check_counted
     own, leader, fence, wait_policy = memory.own, memory.words[0], memory.fence, engine.wait_policy
 
@@ -105,7 +103,7 @@ def _of_a_follower(
             if fence is not None:
                 fence()
         else:
-            check_counted(signature, word)
+            check_counted(signature, word, exchange)
         out[...] = results[parity]
 
     return move
@@ -119,7 +117,7 @@ def _of_a_leader(
     base: int,
     exchange: ReductionExchange,
     shape: tuple[int, ...],
-) -> Move:
+) -> Make:
     """Of a rank that leads its node."""
     assert check.verdicts is not None
     verdicts, rounds, check_counted = check.verdicts, nodes_check.rounds, check.check_counted
@@ -189,7 +187,7 @@ def _in_one_message(
     reduction: Reduction,
     shape: tuple[int, ...],
     move_slowly: Callable[..., None],
-) -> Move:
+) -> Make:
     """Of two ranks alone on their nodes, as `Dissemination.swap` without yields; else slowly."""
     fold, errstate = reduction.plain_fold, engine.errstate.run
     assert fold is not None

@@ -140,7 +140,8 @@ class CallCheck:
         if verdicts is None:
             return self.node_barrier.wait_for_all(word, sequence)
         if self.nodes_check is None:
-            return verdicts.wait_for_verdict(word, sequence) == ALIKE
+            in_transit = exchange is not None and self._wait_policy.call.moves_data
+            return verdicts.wait_for_verdict(word, sequence, in_transit=in_transit) == ALIKE
         try:
             # Once the node's message is sent, it stays committed, unless a vote withdraws it.
             if alike := swapped or verdicts.collect(word, sequence):

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from collectives.consistency.dissemination import DIFFERENT, Dissemination, Exchange, Rounds
@@ -139,9 +138,13 @@ class NodesCheck:
             ends = complete or self.lateness.lease_is_over(rounds.deadline)
             return ends or self._vote_requested(rounds.number)
 
-        wait_policy, absent = self._wait_policy, partial(self.rounds.absent, rounds)
-        wait_policy.until(over, absent, in_transit=wait_policy.call.moves_data)
+        self._wait_policy.until(
+            over, lambda: self.rounds.absent(rounds), in_transit=self._moves_data(rounds)
+        )
         return complete
+
+    def _moves_data(self, rounds: Rounds) -> bool:
+        return rounds.exchange is not None and self._wait_policy.call.moves_data
 
     def _vote_requested(self, number: int) -> bool:
         """Whether any leader requests a vote on the call; answers requests for the one before."""
@@ -219,7 +222,12 @@ class NodesCheck:
         elif again:
             rounds = Rounds(word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
         if by_rounds or rounds.alike:
-            self._wait_for_all(lambda: self.rounds.advance(rounds), self.rounds.absent, rounds)
+            self._wait_for_all(
+                lambda: self.rounds.advance(rounds),
+                self.rounds.absent,
+                rounds,
+                in_transit=self._moves_data(rounds),
+            )
         return rounds
 
     def _is_repeated(self, word: int, repeated: bool) -> bool:
@@ -246,10 +254,15 @@ class NodesCheck:
         return any((each ^ word) & _REPEATED for each in received)
 
     def _wait_for_all(
-        self, ready: Callable[[], bool], absent: Callable[[Any], dict[int, str]], what: object
+        self,
+        ready: Callable[[], bool],
+        absent: Callable[[Any], dict[int, str]],
+        what: object,
+        *,
+        in_transit: bool = False,
     ) -> None:
         """Wait longer than the deadline, because all leaders rely on each other."""
-        self._wait_policy.until(ready, lambda: absent(what), GRACE_SECONDS)
+        self._wait_policy.until(ready, lambda: absent(what), GRACE_SECONDS, in_transit=in_transit)
 
     def _was_withdrawn(self, word: int) -> bool:
         """Whether any other leader has withdrawn its word of this call."""

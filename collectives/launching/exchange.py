@@ -225,8 +225,11 @@ class Exchange:
 
     def _repetition(self, session: str) -> str:
         """What is added to an error where another process has, or had, this one's rank."""
-        own = self._store.get(f"{session}/{self._rank}").decode()
-        return f"; or {self._own_name} was started twice" * (self._preceded or own != self._own)
+        repeated = self._preceded
+        # The store may have ended with rank 0.
+        with suppress(RuntimeError):
+            repeated |= self._store.get(f"{session}/{self._rank}").decode() != self._own
+        return f"; or {self._own_name} was started twice" * repeated
 
     def _other_sizes(self, sizes: Iterable[int]) -> str:
         """Which of the first ranks are of a world of another size than this one; "" for none."""

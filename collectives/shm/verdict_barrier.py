@@ -88,8 +88,11 @@ class VerdictBarrier(NodeBarrier):
             self.memory.publish(MISSING_NODES, 0)
         self.memory.publish(VERDICTS[sequence & 1], word_of(verdict, sequence))
 
-    def wait_for_verdict(self, word: int, sequence: int) -> int:
-        """As another rank: wait for the leader's verdict."""
+    def wait_for_verdict(self, word: int, sequence: int, *, in_transit: bool = False) -> int:
+        """As another rank: wait for the leader's verdict.
+
+        `in_transit`: much data travels with the nodes' words, and the leader moves it.
+        """
         leader, index = self.memory.words[0], VERDICTS[sequence & 1]
         number = sequence & SEQUENCE_MASK
         self._waits_since = time.monotonic_ns()
@@ -105,8 +108,7 @@ class VerdictBarrier(NodeBarrier):
 
         wait_policy = self._wait_policy
         try:
-            # The data of the nodes may travel with their words.
-            wait_policy.until(published, absent, in_transit=wait_policy.call.moves_data)
+            wait_policy.until(published, absent, in_transit=in_transit)
         except DeadlineExceededError as error:
             while not published():
                 if self._withdraw_leader(word, sequence):

@@ -59,7 +59,9 @@ def describe(member: Member) -> str:
 
 
 # Numbers that schedulers keep in groups, which decide on no step.
-_OF_SCHEDULES = frozenset(["initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"])
+_OF_SCHEDULES = frozenset(
+    ["initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"]
+)
 
 
 def settings_of(optimizer: Any) -> str:

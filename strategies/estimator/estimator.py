@@ -102,8 +102,8 @@ class Estimator:
     ) -> Estimator:
         """As `train`; `saved()` is called after each checkpoint. Collective."""
         strategy, every = self.train_strategy, self.config.save_checkpoints_steps
-        if not self._asynchronous:
-            strategy.communicator.barrier(f"Estimator.train, save_checkpoints_steps={every}")
+        given = f"{steps=}, {max_steps=}, save_checkpoints_steps={every}"
+        strategy.communicator.barrier(f"Estimator.train, {given}")
         path = self.latest_checkpoint()
         first = step_of(path)
         count = steps if max_steps is None else max(max_steps - first, 0)

@@ -162,7 +162,7 @@ class Optimizer(ABC):
         self._action_of = made_of
         numbers = ", ".join(f"{number}{' sparse' * sparse}" for number, sparse in kinds)
         # A copy, which one rank alone may have made, has no slots.
-        known = f"slots for {len(self._slots)} variables"
+        known = f"{len(self._slots)} variables updated before"
         return f"{self.settings}, {known}, gradients of variables {numbers}"
 
     @property

@@ -119,7 +119,8 @@ class ParameterServerStrategy(Strategy):
 
         As a worker, where the cluster has a chief: run what the chief's `ClusterCoordinator`
         schedules, until the chief calls `shutdown` or ends. Raises RuntimeError on a chief and on
-        an evaluator, and where there is no chief; on a worker RankFailedError where the chief died.
+        an evaluator, where there is no chief and where the worker has served it; on a worker
+        RankFailedError where the chief died.
         """
         if self._server is None:
             self._serve_chief()

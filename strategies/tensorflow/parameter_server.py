@@ -68,7 +68,7 @@ class ParameterServerStrategy(Strategy):
         """As a parameter server: answer until every worker has called `shutdown`, ended or died.
 
         As a worker, where the cluster has a chief: run what its `ClusterCoordinator` schedules,
-        until the chief calls `shutdown` or ends. RuntimeError on other ranks.
+        until the chief calls `shutdown` or ends. RuntimeError on other ranks, and a second time.
         """
         self._served.serve()
 

@@ -24,6 +24,7 @@ import numpy as np
 
 import collectives
 import strategies
+from strategies.keras.orders import OrderedPyDataset
 
 BACKEND = keras.config.backend()
 WORLD = collectives.world(deadline=60)
@@ -188,6 +189,57 @@ class LateBatches(Batches):
     def __getitem__(self, index):
         time.sleep(0.02 * (RANK == SIZE - 1))
         return super().__getitem__(index)
+
+
+@check
+def orders_of_batches():
+    """A pass gives each batch once, whatever is read ahead and wherever epochs end."""
+
+    class Numbers(keras.utils.PyDataset):
+        reads, ends = 0, []
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            self.reads += 1
+            time.sleep(0.002 * (RANK + 1))
+            self.reads -= 1
+            if index == 4 and len(self.ends) > 2:
+                raise OSError("no such batch")
+            return index
+
+        def on_epoch_end(self):
+            self.ends.append(self.reads)
+
+    for options in ({}, {"workers": 3, "max_queue_size": 2}, {"workers": 2, "max_queue_size": 0}):
+        dataset = Numbers(**options)
+        dataset.ends = []
+        ordered = OrderedPyDataset(dataset, seed=7)
+        passes = []
+        for _ in range(2):
+            first = [ordered[index] for index in range(3)]
+            ordered.on_epoch_end()
+            ordered.on_epoch_begin()
+            passes.append(first + [ordered[index] for index in range(3, 6)])
+        assert [sorted(each) for each in passes] == [list(range(6))] * 2
+        assert passes[0] != passes[1]
+        assert_same_everywhere(str(passes).encode())
+        ordered[0]
+        ordered.on_epoch_end()
+        assert dataset.ends == [0] * 3  # nothing was read meanwhile
+        found = [raises(OSError, partial(ordered.__getitem__, index)) for index in range(6)]
+        assert found.count(True) == 1
+        whole = OrderedPyDataset(Numbers(**options), None)
+        assert [whole[index] for index in range(6)] == list(range(6))
+
+
+def raises(kind, call):
+    try:
+        call()
+    except kind:
+        return True
+    return False
 
 
 def batches():

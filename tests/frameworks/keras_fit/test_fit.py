@@ -14,6 +14,7 @@ QUICK = {
         "short_batches_and_validation",
         "weights_of_samples_and_classes",
         "shuffled_pieces_are_every_row_once",
+        "orders_of_batches",
         "evaluation_and_prediction",
         "loops_begin_with_the_chiefs_state",
         "single_batches",
