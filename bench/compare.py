@@ -37,14 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("--before", "--after"):
         parser.add_argument(name, type=Path, nargs="+", required=True, metavar="FILE.json")
     options = parser.parse_args(arguments)
-    print("\n".join(table(read(options.before), read(options.after))))
+    try:
+        before, after = read(options.before), read(options.after)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print("\n".join(table(before, after)))
 
 
 def read(paths: Iterable[Path]) -> dict[Key, Figures]:
-    """The figures of recorded suites."""
+    """The figures of recorded suites. ValueError for a file of something else."""
     found: dict[Key, Figures] = {}
     for path in paths:
-        for key, result in _results(json.loads(path.read_text(encoding="utf-8"))["sections"]):
+        text = path.read_text(encoding="utf-8")
+        try:
+            results = list(_results(json.loads(text)["sections"]))
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"{path} is not a file that bench.suite has written") from None
+        for key, result in results:
             figures = found.setdefault(key, Figures([], []))
             figures.seconds.append(result["seconds"]["median"])
             if result["peer"] is not None:

@@ -37,3 +37,10 @@ def shown(nbytes: float) -> str:
         if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
             return f"{nbytes / _UNITS[unit]:.0f}{unit}"
     return f"{nbytes:.0f}"
+
+
+def parse_count(text: str) -> int:
+    """A number from 1 up."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
+    return int(text)

@@ -97,8 +97,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m bench.strategies", description=__doc__)
     add = parser.add_argument
     add("--output", type=output_folder, required=True, metavar="DIR", help="for the files")
-    add("--only", default="", help="a part of a section's title, in lower case")
-    return parser.parse_args(arguments)
+    add("--only", default="", type=str.lower, help="a part of a section's title")
+    options = parser.parse_args(arguments)
+    if not any(options.only in title.lower() for title in SECTIONS):
+        parser.error(f"--only {options.only!r}: must be a part of {', '.join(SECTIONS)}")
+    return options
 
 
 def _mpirun() -> str:

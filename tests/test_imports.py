@@ -110,7 +110,12 @@ STRATEGIES = {
     "tensorflow": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
     | {"synchronous", "collectives", "collectives.caching", "collectives.compression"}
-    | {"collectives.horovod", "collectives.messaging", "collectives.reductions"},
+    | {
+        "collectives.consistency",
+        "collectives.horovod",
+        "collectives.messaging",
+        "collectives.reductions",
+    },
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}

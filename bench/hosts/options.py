@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection
 
 from bench.output_paths import output_file
+from bench.sizes import parse_count
 
 UNSHAPED = "unshaped"
 # A part of what tc(8) takes, with the unit that it may leave out.
@@ -31,13 +32,6 @@ def parse_rate(text: str) -> str:
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 200mbit or 1gbit")
     return text
-
-
-def parse_count(text: str) -> int:
-    """A number from 1 up."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
-    return int(text)
 
 
 def parse_names(known: Collection[str]) -> Callable[[str], list[str]]:

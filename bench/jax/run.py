@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bench.reports.training import add_output, check_output, finish, head
-from bench.sizes import parse_sizes, shown
+from bench.sizes import parse_count, parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
 
@@ -33,11 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m bench.jax", description=__doc__)
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help="bytes, such as 8,4M")
-    parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
+    parser.add_argument(
+        "--batch", type=parse_count, default=16, help="images of each rank (default: 16)"
+    )
     parser.add_argument("--only", choices=("calls", "training"), help="one table")
     text = "leave out psum, whose runtime (jax.distributed) slows down all programs of its process"
     parser.add_argument("--no-psum", action="store_true", help=text)
-    parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
+    parser.add_argument(
+        "--repeats", type=parse_count, default=15, help="of each call (default: 15)"
+    )
     add_output(parser)
     return parser
 
@@ -68,6 +72,8 @@ def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:
     from bench.jax.operations import call_of, ways
 
     every = ways(world)
+    if options.no_psum:
+        del every["psum"]
     for name, way in every.items():
         if isinstance(way, str):
             yield f"- {name}: not measured: {way.splitlines()[0]}"

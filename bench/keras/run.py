@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.in_step import IN_STEP, with_barrier
 from bench.reports.training import add_output, check_output, finish, head
+from bench.sizes import parse_count
 from bench.training_table import HEAD, Make, rows
 
 _APART = "apart"
@@ -33,9 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend", choices=("torch", "jax", "tensorflow"), default="torch", help="of Keras"
     )
-    parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
-    parser.add_argument("--steps", type=int, default=60, help="of an epoch (default: 60)")
-    parser.add_argument("--repeats", type=int, default=9, help="epochs of each (default: 9)")
+    parser.add_argument(
+        "--batch", type=parse_count, default=16, help="images of each rank (default: 16)"
+    )
+    parser.add_argument("--steps", type=parse_count, default=60, help="of an epoch (default: 60)")
+    parser.add_argument(
+        "--repeats", type=parse_count, default=9, help="epochs of each (default: 9)"
+    )
     add_output(parser)
     return parser
 

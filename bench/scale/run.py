@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
-from bench.hosts.options import parse_count, parse_names, parse_rate
+from bench.hosts.options import parse_names, parse_rate
 from bench.options import Parser
 from bench.output_paths import output_folder
 from bench.scale.networks import NETWORKS
 from bench.scale.predictions import Crossing, Prediction, crossings, predict
 from bench.scale.report import section, write
-from bench.sizes import parse_sizes
+from bench.sizes import parse_count, parse_sizes
 from collectives import algorithms
 from collectives.schedules.spec import SPECS
 

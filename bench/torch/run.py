@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bench.reports.training import add_output, check_output, finish, head
-from bench.sizes import parse_sizes, shown
+from bench.sizes import parse_count, parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
 
@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m bench.torch", description=__doc__)
     parser.add_argument("--sizes", type=parse_sizes, help="bytes, such as 8,64K (default: all)")
     parser.add_argument("--only", choices=("calls", "training"), help="one table")
-    parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
+    parser.add_argument(
+        "--repeats", type=parse_count, default=15, help="of each call (default: 15)"
+    )
     add_output(parser)
     return parser
 

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from strategies.base.strategy import get_strategy
 from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, run_once
 from strategies.checkpoint.tensor_file import PARTIAL
+from strategies.core.same_error import PropagatedErrors
 from strategies.core.values import whole_number
 
 _NUMBERED = re.compile(r".*-([0-9]+)\.safetensors")
@@ -104,11 +106,12 @@ class CheckpointManager:
             ]
             return os.fspath(directory), max_to_keep, checkpoint_name, steps
 
-        if not isinstance(checkpoint, Checkpoint):
-            raise TypeError(
-                f"checkpoint is a {type(checkpoint).__name__}: must be a strategies.Checkpoint, as"
-                " Checkpoint(model=…)"
-            )
+        with PropagatedErrors(get_strategy().communicator, "CheckpointManager"):
+            if not isinstance(checkpoint, Checkpoint):
+                raise TypeError(
+                    f"checkpoint is a {type(checkpoint).__name__}: must be a strategies.Checkpoint,"
+                    " as Checkpoint(model=…)"
+                )
         self.checkpoint = checkpoint
         found = run_once(checkpoint, "CheckpointManager", begun)
         self.directory, self.max_to_keep, self._name, self._steps = found

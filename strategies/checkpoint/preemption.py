@@ -18,6 +18,7 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.scope import named_scope
+from strategies.base.strategy import get_strategy
 from strategies.checkpoint.checkpoint import Checkpoint
 from strategies.checkpoint.manager import CheckpointManager
 from strategies.core.same_error import PropagatedErrors, call_on_all, refuse_differences
@@ -90,7 +91,8 @@ class PreemptionCheckpointHandler:
         self._config = config = termination_config or TerminationConfig()
         given = checkpoint_or_checkpoint_manager
         if communicator is None:
-            self._check_kind(given)
+            with PropagatedErrors(get_strategy().communicator, _NAME):
+                self._check_kind(given)
             communicator = self._communicator_of(given)
         self._communicator: Communicator = communicator
         call_on_all(communicator, _NAME, lambda: self._check(given, checkpoint_dir))

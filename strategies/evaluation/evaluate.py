@@ -61,7 +61,8 @@ def evaluate_checkpoints(
     the values of the file; meanwhile access to the servers' variables raises RuntimeError.
     run: the name of the run whose end is awaited (None: any that ends after this process started).
     poll_seconds: the interval at which rank 0 reads the directory.
-    idle_seconds: the time without a new checkpoint after which it warns and returns; None: never.
+    idle_seconds: the time without a new checkpoint after which rank 0 warns and all return; None:
+    never.
     on_result: called with each evaluation.
 
     Returns when `training_ends` has written its marker. Emits a RuntimeWarning after
@@ -76,6 +77,11 @@ def evaluate_checkpoints(
         directory = os.fspath(directory)
         with strategy.evaluating(), strategy.scope():
             checkpoint, evaluate = model_fn(strategy)
+        if not isinstance(checkpoint, Checkpoint) or not callable(evaluate):
+            raise TypeError(
+                f"model_fn returned a {type(checkpoint).__name__} and a {type(evaluate).__name__}:"
+                " must return a strategies.Checkpoint and a function"
+            )
     evaluations = []
     for path, step in _new_checkpoints(strategy, directory, run, poll_seconds, idle_seconds):
         with propagated:

@@ -35,3 +35,13 @@ def test_a_row_without_a_peer(tmp_path):
     assert compare.table(one, one)[-1] == "| a | 8 | in place | 1.0 | 1.0 | 1.00 |  |  |"
     with pytest.raises(ValueError, match="no row in common"):
         compare.table(one, {})
+
+
+@pytest.mark.parametrize("content", [None, "not JSON", "{}", '{"sections": [{"title": "a"}]}'])
+def test_other_files_are_named(tmp_path, capsys, content):
+    path = tmp_path / "other.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(["--before", str(path), "--after", str(path)])
+    assert "other.json" in capsys.readouterr().err

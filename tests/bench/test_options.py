@@ -1,3 +1,4 @@
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,11 @@ def test_a_plot_without_matplotlib_names_what_to_install(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["all_reduce", "--plot", "a.png"])
     assert "pip install 'mpi-collectives[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "keras"])
+def test_numbers_below_one_are_refused_before_anything_is_measured(name, capsys):
+    program = importlib.import_module(f"bench.{name}.run")
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["--repeats", "0"])
+    assert "'0' is not a number from 1 up" in capsys.readouterr().err

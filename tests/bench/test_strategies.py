@@ -66,3 +66,9 @@ def test_rows_are_found_between_other_output(capsys):
     assert read_rows(capsys.readouterr().out) == {"about": "about", "rows": [{"a": 1}]}
     with pytest.raises(ValueError, match="printed no rows, but: 'nothing'"):
         read_rows("nothing")
+
+
+def test_a_section_that_does_not_exist_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        strategies.main(["--output", str(tmp_path), "--only", "nothing"])
+    assert "--only 'nothing': must be a part of The sync" in capsys.readouterr().err

@@ -490,3 +490,9 @@ def test_a_parameter_server_serves_training_ranks(comm, monkeypatch, directory):
     assert done.trained == ("chief" if role == "chief" else None)
     assert seen(done.evaluations) == ([(1, 15.0)] if evaluates else [])
     comm.barrier()
+
+
+def test_what_a_model_function_must_return(tmp_path):
+    for returned in ((3, print), (Checkpoint(v=Variable(0.0)), 3)):
+        with pytest.raises(TypeError, match=r"model_fn returned a .*: must return a .*Checkpoint"):
+            evaluate_checkpoints(lambda strategy, returned=returned: returned, tmp_path)

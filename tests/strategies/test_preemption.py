@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from collectives import MismatchError
 from strategies import Checkpoint, CheckpointManager, Variable, latest_checkpoint
 from strategies.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.strategies.support import refusal, same_refusal, strategy_of
@@ -178,5 +179,10 @@ def test_what_is_refused(comm, directory):
                 same_refusal(comm, error, "must be|can't be handled", call)
             with strategy.scope():
                 distributed = Checkpoint(number=Variable(0.0))
+                for call in (
+                    partial(make, None, {} if odd else distributed, directory),
+                    partial(CheckpointManager, {} if odd else distributed, directory),
+                ):
+                    same_refusal(comm, MismatchError, "refused by TypeError: .*must be a", call)
             call = partial(make, None, distributed, directory if odd else None)
             same_refusal(comm, ValueError, "checkpoint_dir=None", call)

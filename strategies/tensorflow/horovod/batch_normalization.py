@@ -7,15 +7,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from collectives.horovod.process_sets import ranks_of
 from collectives.reductions.reduction import ReduceOp
-from strategies.tensorflow.horovod.reductions import allreduce
+from strategies.tensorflow.horovod.compression import Compression
+from strategies.tensorflow.horovod.reductions import allreduce, reduce_all
 
 
 @keras.saving.register_keras_serializable("collectives")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization`, whose mean and variance are of the rows of all ranks.
 
-    Ranks may have different numbers of rows. Each step of training makes two calls.
+    Ranks may have different numbers of rows. Each step of training makes two calls. A MismatchError
+    on every rank where momentum, epsilon or axis differ.
     """
 
     def __init__(self, *given: Any, fused: bool = False, **named: Any) -> None:
@@ -31,7 +34,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if mask is not None:
             weights *= tf.cast(tf.expand_dims(mask, -1), given.dtype)
         sums = tf.reduce_sum(given * weights, axes), tf.reduce_sum(weights, axes)
-        total, count = tf.unstack(allreduce(tf.stack(sums), op=ReduceOp.SUM))
+        settings = f"SyncBatchNormalization: {self.momentum=}, {self.epsilon=}, {self.axis=}"
+        (added,) = reduce_all(
+            [tf.stack(sums)],
+            ReduceOp.SUM,
+            comm=ranks_of(None),
+            compression=Compression.none,
+            what=settings.replace("self.", ""),
+        )
+        total, count = tf.unstack(added)
         count = tf.maximum(count, 1)
         mean = total / count
         # Not the mean of squares less the square of the mean, which may be two large numbers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from collectives import Communicator
+from collectives.consistency.signature import shortened
 from collectives.horovod.joining import ZEROS, Request, with_joined
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.program_order import ProgramOrder
@@ -104,3 +106,20 @@ def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
 
 
 ZEROS[_LIBRARY] = _zeros
+
+
+def names_of(variables: Sequence[Any]) -> str:
+    """The variables' names, as text to be compared.
+
+    Of Keras's, with the names of their layers, without the numbers by which Keras counts the layers
+    of a process. Tensors have none.
+    """
+    names = [re.sub(r"_\d+|:0", "", _name_of(each)) for each in variables]
+    return f"{len(names)} variables: {shortened(names)}"
+
+
+def _name_of(variable: Any) -> str:
+    path = getattr(variable, "path", None)  # of Keras's
+    if path is not None:
+        return "/".join(path.split("/")[-2:])
+    return str(variable.name) if isinstance(variable, tf.Variable) else ""

@@ -11,6 +11,7 @@ import tensorflow as tf
 from collectives.horovod.ops import Op, op_of
 from collectives.horovod.process_sets import ProcessSet, global_process_set
 from collectives.reductions.reduction import ReduceOp
+from strategies.tensorflow.horovod.calls import names_of
 from strategies.tensorflow.horovod.compression import Compression, Compressor
 from strategies.tensorflow.horovod.reductions import reduce_all
 
@@ -57,8 +58,8 @@ class GradientReduction:
     ) -> list[Any]:
         """The gradients over the ranks; None where there is none.
 
-        A MismatchError on every rank where the ranks have them for other variables, or another
-        text `what`.
+        A MismatchError on every rank where the ranks have them for variables of other names, or
+        another text `what`.
         """
         pairs = list(zip(gradients, variables, strict=True))
         found = [self._of_this_rank(*each) for each in pairs]
@@ -72,7 +73,7 @@ class GradientReduction:
             self._op,
             comm=self._process_set.comm(),
             compression=self._compression,
-            what=f"{len(pairs)} gradients, none of {absent}, local {local}{what}",
+            what=f"gradients of {names_of(variables)}, none of {absent}, local {local}{what}",
         )
         for place, each in zip(places, reduced, strict=True):
             found[place] = each

@@ -20,6 +20,7 @@ from strategies.tensorflow.horovod.calls import (
     call_for_one,
     compare,
     compare_given,
+    names_of,
     reduce_in_one,
     rows_of,
     run_in_order,
@@ -109,7 +110,7 @@ def broadcast_(
     """Assign the root's values to the other ranks' variables; the values.
 
     Variables may be TensorFlow's or Keras's. A MismatchError on every rank where they differ in
-    number, shape or dtype.
+    number, name, shape or dtype.
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     every = list(variables)
@@ -117,7 +118,7 @@ def broadcast_(
     def send(*arrays: Any) -> list[Any]:
         return [_broadcast(comm, root, each) for each in arrays]
 
-    compare(comm, f"broadcast of {len(every)} variables")
+    compare(comm, f"broadcast of {names_of(every)}")
     compare_given(comm, "broadcast", text_of(name))
     if not every:
         return []

@@ -109,10 +109,16 @@ def reduce_all(
     else:
         op_of_plain = op
     factors = prescale_factor, postscale_factor
-    if slices or op_of_plain is not op or factors != (1.0, 1.0):
-        # What the reduced tensors don't show.
+    # What the reduced tensors don't show.
+    hidden = [] if what is None else [what]
+    if op_of_plain is not op:
+        hidden.append(f"{op.value} of what is compressed to {compression.wire_dtype.name}")
+    if factors != (1.0, 1.0):
+        hidden.append(f"factors {factors}")
+    if slices:
         places = [place for place, each in enumerate(tensors) if _is_slices(each)]
-        what = f"{what or ''} by {op.value}, factors {factors}, IndexedSlices at {places}"
+        hidden.append(f"{op.value}, IndexedSlices at {places}")
+    what = ", ".join(hidden) or None
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
     reduced = _reduced(comm, given, op_of_plain, what)

@@ -258,7 +258,7 @@ def test_passes_are_compared_and_in_one_order(tf, hvd, keras, comm):
     assert list(map(float, variables)) == [-1, -10]
     variables, optimizer = made(backward_passes_per_step=2)
     optimizer.apply([tf.constant(1.0)], [variables[odd]])
-    with pytest.raises(hvd.HorovodInternalError, match=r"2 gradients, none of \[1\]"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"variable, none of \[1\]"):
         optimizer.apply([tf.constant(1.0)], [variables[odd]])
     for options in (
         {"backward_passes_per_step": 1 + odd},
@@ -316,3 +316,28 @@ def test_gradients_of_other_variables_are_not_mixed(tf, hvd, comm):
             continue
         with pytest.raises(hvd.HorovodInternalError):
             tape.gradient(loss, variables)
+
+
+def test_variables_in_another_order_on_one_rank_are_refused(tf, hvd, keras, comm):
+    odd = comm.rank == 1
+    variables = [keras.Variable(0.0, name="first"), keras.Variable(0.0, name="second")]
+    ordered = variables[::-1] if odd else variables
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(variables)
+    gradients = [tf.constant(1.0), tf.constant(2.0)]
+    for call in (
+        lambda: optimizer.apply(gradients, ordered),
+        lambda: hvd.broadcast_variables(ordered, 0),
+    ):
+        with pytest.raises(hvd.HorovodInternalError, match="2 variables: first, second"):
+            call()
+    optimizer.apply(gradients, variables)
+    assert list(map(float, variables)) == [-1, -2]
+    sources = [tf.Variable(1.0, name="one"), tf.Variable(2.0, name="two")]
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = sources[0] * sources[1]
+    with pytest.raises(hvd.HorovodInternalError, match="2 variables: one, two"):
+        tape.gradient(loss, sources[::-1] if odd else sources)
+    layer = hvd.SyncBatchNormalization(momentum=0.5 if odd else 0.9)
+    with pytest.raises(hvd.HorovodInternalError, match=r"momentum=0\.5"):
+        layer(tf.ones((4, 3)), training=True)
