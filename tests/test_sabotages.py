@@ -34,8 +34,8 @@ SABOTAGES = {
         "and now - self.began <= self._gap", "and True", "test_nodes_check"
     ),
     "a rank reads the result of the call before": Sabotage(
-        "check_counted(signature, word)\n        out[...] = results[parity]",
-        "check_counted(signature, word)\n        out[...] = results[1 - parity]",
+        "check_counted(signature, word, exchange)\n        out[...] = results[parity]",
+        "check_counted(signature, word, exchange)\n        out[...] = results[1 - parity]",
         "test_between_nodes",
     ),
     "a rank that has seen all others wait doesn't look once more": Sabotage(
