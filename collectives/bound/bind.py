@@ -33,7 +33,7 @@ _LAST = CALLS_KEPT - 1
 
 Call = Callable[[Any, Any], Any]
 Make = Callable[[Any, Any, int], Any]
-"""A function (source, target, sequence) → the index for `Run`, or None, where it has one.
+"""A function (source, target, sequence) → the index for `Run`, None where there is none.
 
 It counts the call, and returns once all ranks make it.
 """

@@ -86,7 +86,8 @@ class DatasetWorker:
                 kind = type(make_dataset).__name__
                 raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
             credits = whole_number("credits", credits, 1)
-        what = "DatasetWorker: the ranks' arguments differ"
+        # As a waiting call, too: of ranks that never come.
+        what = "DatasetWorker, whose arguments must be alike"
         ranks = membership.world if membership else strategy.communicator
         refuse_differences(ranks, what, f"agreed={agreed}")
         self._make, self._agreed = make_dataset, agreed

@@ -89,7 +89,16 @@ def _set_up(
 
 
 def _validate(strategy: Strategy) -> None:
-    """ValueError where the strategy's cluster comes from a TF_CONFIG that isn't allowed here."""
+    """ValueError where the strategy's cluster comes from a TF_CONFIG that isn't allowed here.
+
+    TypeError for what is no strategy of this package, such as one of `strategies.tensorflow`.
+    """
+    if not isinstance(strategy, Strategy):
+        kind = f"{type(strategy).__module__}.{type(strategy).__name__}"
+        raise TypeError(
+            f"strategy_fn returned a {kind}: must be a strategy of `strategies`; for TensorFlow's"
+            " models there is strategies.estimator.train_and_evaluate"
+        )
     resolver = strategy.cluster_resolver
     config = parse_tf_config(os.environ.get("TF_CONFIG"))
     if resolver is not None and config.cluster == resolver.cluster_spec():

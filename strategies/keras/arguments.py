@@ -115,8 +115,17 @@ def settings_of(value: Any) -> str:
             config = {}
         # Keras's losses leave their arguments out, such as `delta`.
         given = getattr(value, "_fn_kwargs", {})
-        return f"{type(value).__name__}{settings_of({**config, **given})}"
+        return f"{type(value).__name__}{settings_of({**config, **given, **_exclusions(value)})}"
     return _description(value)
+
+
+def _exclusions(value: Any) -> dict[str, Any]:
+    """What an optimizer's weight decay leaves out, which its `get_config` doesn't show."""
+    variables = getattr(value, "_exclude_from_weight_decay", ())
+    pattern = getattr(value, "_exclude_from_weight_decay_pattern", None)
+    # Keras joins the names in the order of a set.
+    names = sorted(pattern.pattern.split("|")) if pattern is not None else []
+    return {"without weight decay": [len(variables), names]} if variables or names else {}
 
 
 def _counts(key: Any, value: Any) -> bool:

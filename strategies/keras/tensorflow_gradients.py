@@ -96,7 +96,8 @@ def _dense_sums(replica: Any, tensors: Sequence[Any], rows: Any, of: Hashable) -
 def _slices_by_rows(replica: Any, slices: Sequence[Any], rows: Any) -> list[Any]:
     weight = tf.cast(rows, tf.float32)
     *totals, all_rows = replica.all_reduce("SUM", [*(_product(s, weight) for s in slices), weight])
-    factor = replica.num_replicas_in_sync / all_rows
+    # None at all are those of a replica that trains alone, in a short last batch.
+    factor = tf.math.divide_no_nan(float(replica.num_replicas_in_sync), all_rows)
     return [_product(each, factor) for each in totals]
 
 

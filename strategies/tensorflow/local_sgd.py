@@ -159,9 +159,11 @@ class LocalExtended(CollectiveExtended):
         return super()._gather_to_implementation(value, destinations, axis, options)
 
     def gradient_sums(self, gradients: Sequence[Any], rows: Any, of: Hashable = None) -> list[Any]:
-        """The gradients themselves, which are those of a step."""
+        """The gradients themselves, which are those of a step; zeros where there are no rows."""
         self._begin_step()
-        return list(gradients)
+        if rows is None:
+            return list(gradients)
+        return [tf.where(rows > 0, each, tf.zeros_like(each)) for each in gradients]
 
     def _begin_step(self) -> None:
         self._note_step()

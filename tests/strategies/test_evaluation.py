@@ -496,3 +496,8 @@ def test_what_a_model_function_must_return(tmp_path):
     for returned in ((3, print), (Checkpoint(v=Variable(0.0)), 3)):
         with pytest.raises(TypeError, match=r"model_fn returned a .*: must return a .*Checkpoint"):
             evaluate_checkpoints(lambda strategy, returned=returned: returned, tmp_path)
+
+
+def test_a_strategy_of_another_package_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"strategy_fn returned a builtins\.object: must be a str"):
+        train_and_evaluate(print, print, tmp_path, strategy_fn=lambda communicator: object())

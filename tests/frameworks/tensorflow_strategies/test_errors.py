@@ -53,10 +53,11 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         for each in (second, first) if odd else (first, second):
             each.assign_add(ones)
 
-    def stepped():
+    def stepped(decay, excluded=()):
         with strategy.scope():
             weights = tf.keras.Variable(ones)
-            optimizer = tf.keras.optimizers.SGD(weight_decay=0.1 + 0.1 * odd)
+            optimizer = tf.keras.optimizers.SGD(weight_decay=decay)
+            optimizer.exclude_from_weight_decay(var_names=list(excluded))
         step = tf.function(lambda: optimizer.apply([ones], [weights]))
         strategy.run(step)
 
@@ -65,7 +66,8 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         "all_reduce refused by TypeError": lambda: reduced(options=3 if odd else None),
         r"assign_sub of variable \d": tf.function(lambda: strategy.run(shift)),
         r"assign_add of variable \d.*\n.*assign_add of variable \d": lambda: strategy.run(in_order),
-        "a step of SGD{.*weight_decay: 0.2": stepped,
+        "a step of SGD{.*weight_decay: 0.2": lambda: stepped(0.1 + 0.1 * odd),
+        "a step of SGD{.*without weight decay: .*bias": lambda: stepped(0.1, ["bias"] * odd),
         r"scatter_sub of variable \d": lambda: strategy.run(
             lambda: (mean.scatter_sub if odd else mean.scatter_add)(
                 tf.IndexedSlices(tf.ones([1]), [0])

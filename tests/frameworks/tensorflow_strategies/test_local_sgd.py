@@ -381,3 +381,20 @@ def test_batches_that_no_rows_can_be_counted_of(tf, ds, comm):
         model.compile("sgd", "mse")
     pairs = ((np.ones((4, 1)), np.ones((4, 1))) for _ in range(8))
     model.fit(pairs, steps_per_epoch=3, verbose=0)
+
+
+def test_a_rank_without_rows_in_a_batch_does_not_change_its_weights(tf, ds, comm, equal_on_all):
+    """The one row has no gradient for the bias, unlike the row of zeros that stands for none."""
+    strategy = ds.LocalSGDStrategy(50, communicator=comm)
+    bias = tf.keras.initializers.Constant(3.0)
+    with strategy.scope():
+        dense = tf.keras.Sequential([tf.keras.layers.Dense(1, bias_initializer=bias)])
+        rows = tf.keras.layers.Embedding(3, 1, embeddings_initializer="ones")
+        embedding = tf.keras.Sequential([tf.keras.Input((), dtype="int32"), rows])
+        for model in (dense, embedding):
+            model.compile(tf.keras.optimizers.SGD(0.1), "mse")
+    dense.fit(np.zeros((1, 4), np.float32), np.full((1, 1), 3, np.float32), verbose=0)
+    embedding.fit(np.ones(1, np.int32), np.zeros((1, 1), np.float32), verbose=0)
+    equal_on_all([*dense.get_weights(), *embedding.get_weights()])
+    np.testing.assert_allclose(dense.get_weights()[1], [3.0])
+    np.testing.assert_allclose(rows.get_weights()[0].ravel(), [1, 1 - 0.2 / comm.size, 1], 1e-6)
