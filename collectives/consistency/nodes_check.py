@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from collectives.consistency.dissemination import DIFFERENT, Dissemination, Exchange, Rounds
@@ -222,12 +223,8 @@ class NodesCheck:
         elif again:
             rounds = Rounds(word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
         if by_rounds or rounds.alike:
-            self._wait_for_all(
-                lambda: self.rounds.advance(rounds),
-                self.rounds.absent,
-                rounds,
-                in_transit=self._moves_data(rounds),
-            )
+            advance, in_transit = partial(self.rounds.advance, rounds), self._moves_data(rounds)
+            self._wait_for_all(advance, self.rounds.absent, rounds, in_transit=in_transit)
         return rounds
 
     def _is_repeated(self, word: int, repeated: bool) -> bool:

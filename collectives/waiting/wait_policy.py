@@ -182,11 +182,7 @@ class WaitPolicy:
         warned = self.deadline is not None and now - start >= self.deadline / 10
         next_check = CHECK_SECONDS
         next_progress = _PROGRESS_SECONDS
-        longest, yield_seconds = _LONGEST_SLEEP, self._yield_seconds
-        if in_transit:
-            longest = _LONGEST_SLEEP_IN_TRANSIT
-            if yield_seconds == _YIELD_SECONDS:
-                yield_seconds = _YIELD_SECONDS_IN_TRANSIT
+        yield_seconds, longest = self._pauses(in_transit)
         while not ready():
             waited = time.monotonic() - start
             # Another thread may take Python's lock meanwhile, and keep it for milliseconds.
@@ -209,6 +205,14 @@ class WaitPolicy:
                 log.warning("%s", self._text(f"has waited {waited:.3g} s for", absent()))
             if waited >= self.deadline + grace and not ready():
                 raise self.exceeded(absent())
+
+    def _pauses(self, in_transit: bool) -> tuple[float, float]:
+        """For how long a wait yields before it sleeps, and its longest sleep, in seconds."""
+        if not in_transit:
+            return self._yield_seconds, _LONGEST_SLEEP
+        if self._yield_seconds != _YIELD_SECONDS:
+            return self._yield_seconds, _LONGEST_SLEEP_IN_TRANSIT
+        return _YIELD_SECONDS_IN_TRANSIT, _LONGEST_SLEEP_IN_TRANSIT
 
     def exceeded(self, absent: dict[int, str]) -> DeadlineExceededError:
         """The error for a wait that exceeded the deadline because of the ranks in `absent`."""
