@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays.tensors import from_torch, refuse_false_gradient, to_torch
+from collectives.arrays.tensors import from_torch, is_lazy, refuse_false_gradient, to_torch
 from collectives.cuda.interface import DLPACK_GPU, is_torch
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.reductions.reduction import Array
@@ -146,14 +146,9 @@ def _check_on_cpu(device: int, array: Any, argument: str) -> None:
         )
 
 
-def _is_lazy(array: Any) -> bool:
-    """Whether it is a tensor that torch conjugates or negates when it is read."""
-    return is_torch(array) and (array.is_conj() or array.is_neg())
-
-
 def _lends_memory(array: Any) -> bool:
     """Whether its NumPy array shares its memory, unlike the copy of a list or a number."""
-    if _is_lazy(array):
+    if is_torch(array) and is_lazy(array):
         return False
     if on_gpu(array):
         return True
@@ -265,7 +260,11 @@ def given_output(
     """The caller's own array; ValueError or TypeError if the result can't be written into it."""
     view = to_array(out, name)
     if view is not out and not _lends_memory(out):
-        lazy = " that is conjugated or negated when it is read" if _is_lazy(out) else ""
+        lazy = (
+            " that is conjugated or negated when it is read"
+            if is_torch(out) and is_lazy(out)
+            else ""
+        )
         kind = f"{type(out).__name__}{lazy}"
         raise TypeError(f"{name} is a {kind}: must be an array that can be written")
     if view.shape != shape:

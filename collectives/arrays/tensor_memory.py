@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.tensors import from_torch
+from collectives.arrays.tensors import from_torch, is_lazy
 from collectives.caching import LRU
 from collectives.cuda.interface import is_torch
 from collectives.reductions.reduction import Array
@@ -89,7 +89,7 @@ class TensorMemory:
 
 def refuse_lazy(tensor: Any) -> None:
     """Raise ValueError for a tensor whose elements differ from its memory."""
-    if tensor.is_conj() or tensor.is_neg():
+    if is_lazy(tensor):
         raise ValueError(
             "the tensor is conjugated or negated when it is read: pass"
             " `tensor.resolve_conj().resolve_neg()`"

@@ -76,6 +76,11 @@ def from_torch(tensor: Any, argument: str) -> Array:
     return array if known else array.view(dtype)
 
 
+def is_lazy(tensor: Any) -> bool:
+    """Whether torch conjugates or negates the tensor's elements when it is read."""
+    return bool(tensor.is_conj() or tensor.is_neg())
+
+
 def to_torch(array: Array) -> Any:
     """A tensor that shares the array's memory; a copy of an array in foreign byte order."""
     torch = sys.modules["torch"]

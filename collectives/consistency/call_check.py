@@ -140,7 +140,7 @@ class CallCheck:
         if verdicts is None:
             return self.node_barrier.wait_for_all(word, sequence)
         if self.nodes_check is None:
-            in_transit = exchange is not None and self._wait_policy.call.moves_data
+            in_transit = self._wait_policy.call.moves_data(exchange)
             return verdicts.wait_for_verdict(word, sequence, in_transit=in_transit) == ALIKE
         try:
             # Once the node's message is sent, it stays committed, unless a vote withdraws it.

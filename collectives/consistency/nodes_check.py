@@ -139,13 +139,9 @@ class NodesCheck:
             ends = complete or self.lateness.lease_is_over(rounds.deadline)
             return ends or self._vote_requested(rounds.number)
 
-        self._wait_policy.until(
-            over, lambda: self.rounds.absent(rounds), in_transit=self._moves_data(rounds)
-        )
+        in_transit = self._wait_policy.call.moves_data(rounds.exchange)
+        self._wait_policy.until(over, partial(self.rounds.absent, rounds), in_transit=in_transit)
         return complete
-
-    def _moves_data(self, rounds: Rounds) -> bool:
-        return rounds.exchange is not None and self._wait_policy.call.moves_data
 
     def _vote_requested(self, number: int) -> bool:
         """Whether any leader requests a vote on the call; answers requests for the one before."""
@@ -182,8 +178,7 @@ class NodesCheck:
         If `late` none has been sent yet.
         """
         number, word, repeated = rounds.number, rounds.word, self._withdrawn == rounds.number
-        received = self._words.of(number)
-        by_rounds = False
+        received, by_rounds = self._words.of(number), False
 
         def decided() -> bool:
             nonlocal by_rounds
@@ -223,7 +218,8 @@ class NodesCheck:
         elif again:
             rounds = Rounds(word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
         if by_rounds or rounds.alike:
-            advance, in_transit = partial(self.rounds.advance, rounds), self._moves_data(rounds)
+            advance = partial(self.rounds.advance, rounds)
+            in_transit = self._wait_policy.call.moves_data(rounds.exchange)
             self._wait_for_all(advance, self.rounds.absent, rounds, in_transit=in_transit)
         return rounds
 

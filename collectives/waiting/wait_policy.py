@@ -69,11 +69,10 @@ class WaitingCall:
     scope: str | None = None
     """Name of the enclosing operation, where it has one."""
 
-    @property
-    def moves_data(self) -> bool:
-        """Whether it moves more bytes than the buffers of a link hold during a sleep."""
+    def moves_data(self, exchange: object) -> bool:
+        """Whether the exchange with its check, if any, is more than a link's buffers hold."""
         nbytes: int = getattr(self.what, "nbytes", 0)
-        return nbytes > _LINK_BYTES
+        return exchange is not None and nbytes > _LINK_BYTES
 
     def __str__(self) -> str:
         """The call and its number."""

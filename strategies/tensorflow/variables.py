@@ -182,13 +182,18 @@ def create(
     return variable
 
 
-def described(arguments: Mapping[str, Any]) -> str:
-    """A new variable's name and rules, which must be equal on all ranks.
+def unnumbered(name: str) -> str:
+    """A variable's name without numbers, since those of Keras count the layers of the process."""
+    return re.sub(r"_\d+", "", name)
 
-    Without numbers, since those of Keras count the layers of the process. Optimizers of Keras put
-    the names of models and layers before those of their slots, which may have been given by rank.
+
+def described(arguments: Mapping[str, Any]) -> str:
+    """A new variable's name, `unnumbered`, and rules, which must be equal on all ranks.
+
+    Optimizers of Keras put the names of models and layers before those of their slots, which may
+    have been given by rank.
     """
-    name = re.sub(r"_\d+", "", arguments.get("name") or "Variable")
+    name = unnumbered(arguments.get("name") or "Variable")
     if _keras_variable() is not None:
         name = name.rpartition("_")[2]
     rules = {rule: arguments.get(rule) for rule in ("synchronization", "aggregation")}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from collectives.arrays.tensors import is_lazy
 from collectives.horovod.joining import SERVED, ZEROS, Request
 from collectives.horovod.rows import check_rows, lengths_of
 from collectives.reductions.reduction import ReduceOp
@@ -30,7 +31,7 @@ def request_of(name: str, tensors: Any, op: ReduceOp, what: str | None = None) -
     for each in tensors:
         if each.layout != torch.strided or each.is_quantized or each.is_meta:
             raise TypeError(f"{name}: a tensor of {each.layout} on {each.device}: must be plain")
-        if each.is_conj() or each.is_neg():
+        if is_lazy(each):
             raise TypeError(f"{name}: a conjugated or negated view: must be resolved")
     described = ((tuple(each.shape), str(each.dtype), each.device.type) for each in tensors)
     return Request(name, tuple(described), op, library=LIBRARY, what=what)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ from collectives.horovod.joining import ZEROS, Request, with_joined
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.program_order import ProgramOrder
 from strategies.tensorflow.result_memory import ResultMemory
+from strategies.tensorflow.variables import unnumbered
 
 _LIBRARY = "tensorflow"
 _results = ResultMemory()
@@ -111,10 +111,9 @@ ZEROS[_LIBRARY] = _zeros
 def names_of(variables: Sequence[Any]) -> str:
     """The variables' names, as text to be compared.
 
-    Of Keras's, with the names of their layers, without the numbers by which Keras counts the layers
-    of a process. Tensors have none.
+    Of Keras's, with the names of their layers. Tensors have none.
     """
-    names = [re.sub(r"_\d+|:0", "", _name_of(each)) for each in variables]
+    names = [unnumbered(_name_of(each)) for each in variables]
     return f"{len(names)} variables: {shortened(names)}"
 
 
@@ -122,4 +121,4 @@ def _name_of(variable: Any) -> str:
     path = getattr(variable, "path", None)  # of Keras's
     if path is not None:
         return "/".join(path.split("/")[-2:])
-    return str(variable.name) if isinstance(variable, tf.Variable) else ""
+    return str(variable.name).removesuffix(":0") if isinstance(variable, tf.Variable) else ""

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from collectives import Communicator
+from collectives.consistency.signature import detail_of
 from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of
 from collectives.reductions.reduction import ReduceOp
@@ -110,15 +111,14 @@ def reduce_all(
         op_of_plain = op
     factors = prescale_factor, postscale_factor
     # What the reduced tensors don't show.
-    hidden = [] if what is None else [what]
     if op_of_plain is not op:
-        hidden.append(f"{op.value} of what is compressed to {compression.wire_dtype.name}")
+        compressed = f"compressed to {compression.wire_dtype.name}"
+        what = detail_of(what, f"{op.value} of what is {compressed}")
     if factors != (1.0, 1.0):
-        hidden.append(f"factors {factors}")
+        what = detail_of(what, f"factors {factors}")
     if slices:
         places = [place for place, each in enumerate(tensors) if _is_slices(each)]
-        hidden.append(f"{op.value}, IndexedSlices at {places}")
-    what = ", ".join(hidden) or None
+        what = detail_of(what, f"{op.value}, IndexedSlices at {places}")
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
     reduced = _reduced(comm, given, op_of_plain, what)

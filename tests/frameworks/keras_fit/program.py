@@ -203,7 +203,7 @@ def orders_of_batches():
 
         def __getitem__(self, index):
             self.reads += 1
-            time.sleep(0.002 * (RANK + 1))
+            time.sleep(0.002 * (RANK + 1))  # each rank has read another number ahead
             self.reads -= 1
             if index == 4 and len(self.ends) > 2:
                 raise OSError("no such batch")
