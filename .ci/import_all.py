@@ -28,6 +28,7 @@ NEEDS = {
         "collectives.transports.mpi_messages",
         "collectives.transports.mpi_native",
         "collectives.transports.mpi_neighbors",
+        "collectives.transports.mpi_windows",
     },
     # What is for torch alone.
     "torch": {

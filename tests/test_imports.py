@@ -151,6 +151,7 @@ LAZY = {
         "collectives/transports/mpi_control.py",
         "collectives/transports/mpi_native.py",
         "collectives/transports/mpi_neighbors.py",
+        "collectives/transports/mpi_windows.py",
     },
     "cupy": {
         "collectives/cuda/cupy_cuda.py",

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from collectives.transports import mpi_windows
 from collectives.transports.base import (
     ORDERED_MACHINES,
     Actions,
@@ -41,8 +42,6 @@ _UNUSED_TAG = LAST_TAG + 3
 _NOTHING: Actions = iter(())
 
 _HANDOVER_SECONDS = 0.2
-# Selects the components that Open MPI may use for windows; all of them if unset.
-_WINDOW_COMPONENTS = "OMPI_MCA_osc"
 
 
 class MpiTransport(Transport):
@@ -145,7 +144,7 @@ class MpiTransport(Transport):
     @property
     def shares(self) -> bool:
         """Unless creating a window could crash the process."""
-        return not (self._beside and _windows_may_crash())
+        return not (self._beside and mpi_windows.may_crash())
 
     def share(self, nbytes: int) -> list[memoryview] | None:
         """A shared window (MPI 4.1, 12.2.3)."""
@@ -164,13 +163,9 @@ class MpiTransport(Transport):
             )
         if not self._all(self.shares and has_room(nbytes * len(owners))):
             return None
-        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         own_bytes = nbytes if self.rank in owners else 0
         with self.watchdog:
-            window = MPI.Win.Allocate_shared(own_bytes, 1, info, self.comm)
-        info.Free()
-        # Access by load and store needs an epoch (MPI 4.1, 12.7).
-        window.Lock_all(MPI.MODE_NOCHECK)
+            window = mpi_windows.allocate(self.comm, own_bytes)
         parts = [cast(Any, window.Shared_query(rank)[0]) for rank in owners]
         segments = [memoryview(part).cast("B")[:nbytes] for part in parts]
         self._windows[id(segments)] = (window, segments)
@@ -196,9 +191,8 @@ class MpiTransport(Transport):
     def free(self, segments: list[memoryview]) -> None:
         """Free the window."""
         window, _ = self._windows.pop(id(segments))
-        window.Unlock_all()
         with self.watchdog:
-            window.Free()
+            mpi_windows.free(window)
 
     def node_leader(self) -> int:
         """The lowest rank with which MPI can share memory (MPI_COMM_TYPE_SHARED)."""
@@ -249,16 +243,3 @@ class MpiTransport(Transport):
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
         """MPI's own collective, where its results satisfy this package's guarantees."""
         return native(self.comm, collective, op, dtype)
-
-
-def _windows_may_crash() -> bool:
-    """Whether creating a window is unsafe while another thread creates one.
-
-    Open MPI queries each of its components for every window, and querying the UCX component is not
-    thread-safe. It is active if MPI was initialized before this package could exclude it.
-    """
-    if not MPI.Get_library_version().startswith("Open MPI"):
-        return False
-    chosen = os.environ.get(_WINDOW_COMPONENTS, "")
-    named = "ucx" in chosen.removeprefix("^").split(",")
-    return not chosen or named != chosen.startswith("^")
