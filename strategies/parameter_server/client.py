@@ -28,8 +28,8 @@ _LONGEST_CHANGE = 1e-3
 Pull: TypeAlias = tuple[ShardInfo, Array, Array | None]
 """A shard, where its values are copied to, and the rows that are wanted: None for all."""
 
-_Push: TypeAlias = tuple[Sequence[ShardInfo], Request, Sequence[Array]]
-"""A request that changes these shards of one server, and its arrays."""
+_Push: TypeAlias = tuple[int, Sequence[ShardInfo], Request, Sequence[Array]]
+"""A server, and a request that changes these shards of it, with its arrays."""
 
 
 class Client:
@@ -135,25 +135,29 @@ class Client:
         """Change shards by a function of a module, each with its own operands."""
         pickled = (pickle.dumps(change, pickle.HIGHEST_PROTOCOL),)
         self._push(
-            ([info], Request("change", info.number, pickled), operands) for info, operands in parts
+            (info.server, [info], Request("change", info.number, pickled), operands)
+            for info, operands in parts
         )
 
     def update(
         self, optimizer: int, rule: UpdateRule, parts: Sequence[tuple[ShardInfo, Gradient]]
     ) -> None:
-        """Apply an optimizer's rule to shards; all are on their way when it returns."""
+        """Apply an optimizer's rule to shards; all are on their way when it returns.
+
+        Every server counts the step, so that a rule finds the same number on each.
+        """
         pickled = pickle.dumps(rule, pickle.HIGHEST_PROTOCOL)
-        by_server: dict[int, list[tuple[ShardInfo, Gradient]]] = {}
+        by_server: list[list[tuple[ShardInfo, Gradient]]] = [[] for _ in range(self._rpc.servers)]
         for info, gradient in parts:
-            by_server.setdefault(info.server, []).append((info, gradient))
+            by_server[info.server].append((info, gradient))
         pushes: list[_Push] = []
-        for own in by_server.values():
+        for server, own in enumerate(by_server):
             infos, gradients = [info for info, _ in own], [gradient for _, gradient in own]
             numbers = tuple(info.number for info in infos)
             sparse = tuple(isinstance(gradient, IndexedSlices) for gradient in gradients)
             arrays = [array for gradient in gradients for array in _arrays_of(gradient)]
             request = Request("update", None, (optimizer, pickled, numbers, sparse))
-            pushes.append((infos, request, arrays))
+            pushes.append((server, infos, request, arrays))
         self._push(pushes)
 
     def write_slots(
@@ -167,6 +171,7 @@ class Client:
         """Set what an optimizer keeps of shards; leave what is there if `keep`."""
         self._push(
             (
+                info.server,
                 [info],
                 Request("write_slots", info.number, (optimizer, tuple(slots), iteration, keep)),
                 list(slots.values()),
@@ -178,9 +183,9 @@ class Client:
         """All of them; none where an earlier push has failed, whose error is raised."""
         with self._rpc.lock:
             self._rpc.prepare()
-            for infos, request, arrays in pushes:
-                self._rpc.push(infos[0].server, request, arrays)
-                self._unfenced.add(infos[0].server)
+            for server, infos, request, arrays in pushes:
+                self._rpc.push(server, request, arrays)
+                self._unfenced.add(server)
                 for info in infos:
                     self._pushed[info.number] += 1
 
@@ -189,7 +194,7 @@ class Client:
     def read_slots(
         self, infos: Sequence[ShardInfo], optimizer: int
     ) -> list[tuple[dict[str, Array], int]]:
-        """What an optimizer keeps of each shard: the slots by name, and the count of updates."""
+        """What an optimizer keeps of each shard: the slots by name, and the count of steps."""
         with self._rpc.lock:
             pending = [
                 self._rpc.request(info.server, Request("read_slots", info.number, (optimizer,)))

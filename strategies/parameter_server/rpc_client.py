@@ -30,6 +30,7 @@ class RpcClient:
 
     def __init__(self, mailbox: Mailbox, roles: Roles) -> None:
         self._mailbox, self._ranks = mailbox, roles.servers
+        self.servers = len(roles.servers)
         self.endpoint = Endpoint(
             mailbox, self._note_failure, roles.name, "has ended, or never called `serve()`"
         )

@@ -6,18 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import TypeAlias
 
 from collectives import MismatchError, RankFailedError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint, Result
 from collectives.shm.seqlock import SharedArrays
+from strategies.parameter_server.announcements import Key, KeyValueStore
 from strategies.parameter_server.requests import PushFailed, Request, Roles
 from strategies.parameter_server.shards import Shard
-
-Key: TypeAlias = tuple[str, int]
-"""A kind of announcement, and the number of this one among those."""
 
 
 class Clock:
@@ -45,54 +42,6 @@ class Clock:
         return [worker for worker, steps in self._steps.items() if steps == least]
 
 
-class KeyValueStore:
-    """The chief's announcements. Each listener requests those of a kind by number.
-
-    A listener may repeat a request whose answer took too long: an announcement is kept until every
-    remaining listener has found it.
-    """
-
-    def __init__(self, listeners: Iterable[int]) -> None:
-        self._found: dict[int, Counter[str]] = {worker: Counter() for worker in listeners}
-        """How many of each kind a listener has found."""
-        self._values: dict[Key, bytes] = {}
-        self._first: Counter[str] = Counter()
-
-    def put(self, key: Key, value: bytes) -> None:
-        """Keep a value, if there are listeners."""
-        if self._found:
-            self._values[key] = value
-
-    def get(self, key: Key) -> bytes | None:
-        """The value; None where it is not there yet."""
-        return self._values.get(key)
-
-    def found(self, listener: int, key: Key) -> None:
-        """The listener has the value."""
-        kind, number = key
-        if listener in self._found:
-            self._found[listener][kind] = number + 1
-            self._drop(kind)
-
-    def leave(self, listener: int) -> None:
-        """It requests nothing any more."""
-        if self._found.pop(listener, None) is not None:
-            for kind in {kind for kind, _ in self._values}:
-                self._drop(kind)
-
-    def _drop(self, kind: str) -> None:
-        if not self._found:
-            self._values.clear()
-            return
-        least = min(found[kind] for found in self._found.values())
-        while self._first[kind] < least:
-            self._values.pop((kind, self._first[kind]), None)
-            self._first[kind] += 1
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
 class Server:
     """One parameter server. An error of a request is sent to its worker; the server continues.
 
@@ -109,6 +58,8 @@ class Server:
         self._shards: dict[int, Shard] = {}
         self._optimizers: dict[int, tuple[str, str]] = {}
         """For each number, the first worker that has used it, and its optimizer's settings."""
+        self._steps: Counter[int] = Counter()
+        """How many an optimizer has taken, of all workers, be it with shards of other servers."""
         self._clock = Clock(roles.workers)
         self._announced = KeyValueStore(set(roles.workers) - {roles.chief})
         self._finding: list[Call] = []
@@ -197,32 +148,40 @@ class Server:
         shards: tuple[int, ...],
         sparse: tuple[bool, ...],
     ) -> None:
-        """Apply an optimizer's rule, given as a pickle, to several shards. A push.
+        """Take an optimizer's step: apply its rule, given as a pickle, to these shards. A push.
 
         For each shard the gradient is sent along, or row numbers and their gradients if sparse. A
-        rule that fails on one shard is applied to the others all the same.
+        rule that fails on one shard is applied to the others all the same. A step that fails on all
+        of them doesn't count.
         """
-        arrays = iter(call.arrays)
+        arrays, worker, failed = iter(call.arrays), self._index[call.source], 0
+        iteration = self._steps[optimizer] + 1
         for number, is_sparse in zip(shards, sparse, strict=True):
             gradient = list(islice(arrays, 1 + is_sparse))
             try:
-                self._shard(number).update(self._index[call.source], optimizer, rule, gradient)
+                self._shard(number).update(worker, optimizer, rule, iteration, gradient)
             except Exception as error:
+                failed += 1
                 self._fail(call, error, number)
+        if not shards or failed < len(shards):
+            self._steps[optimizer] = iteration
 
     def read_slots(self, call: Call, optimizer: int) -> Result:
-        """The names of an optimizer's slots of a shard, its count of updates, and the arrays."""
-        state = self._shard_of(call).state_of(optimizer)
-        copies = [slot.copy() for slot in state.slots.values()]
-        return (tuple(state.slots), state.iteration), copies
+        """The names of an optimizer's slots of a shard, its count of steps, and the arrays."""
+        slots = self._shard_of(call).slots_of(optimizer)
+        copies = [slot.copy() for slot in slots.values()]
+        return (tuple(slots), self._steps[optimizer]), copies
 
     def write_slots(
         self, call: Call, optimizer: int, names: tuple[str, ...], iteration: int, keep: bool
     ) -> None:
-        """Set an optimizer's slots of a shard, unless there are any and `keep`. A push."""
+        """Set an optimizer's slots of a shard, and its count of steps. A push.
+
+        If `keep`, slots that are there stay, and so does a higher count.
+        """
         slots = dict(zip(names, call.arrays, strict=True))
-        worker = self._index[call.source]
-        self._shard_of(call).set_state(worker, optimizer, slots, iteration, keep=keep)
+        self._shard_of(call).set_slots(self._index[call.source], optimizer, slots, keep=keep)
+        self._steps[optimizer] = max(iteration, self._steps[optimizer]) if keep else iteration
 
     def compare_optimizer(self, call: Call, number: int, settings: str) -> Result:
         """Note an optimizer's number; MismatchError where another worker's has other settings."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,22 +14,14 @@ from strategies.optimizers.update_rules import Slots, UpdateRule
 from strategies.variables.scatter import scatter_sub
 
 
-@dataclass
-class ShardState:
-    """One optimizer's state of one shard."""
-
-    iteration: int = 0
-    slots: dict[str, Array] = field(default_factory=dict)
-
-
 class Shard:
-    """One shard's value, and the optimizers' state that belongs to it."""
+    """One shard's value, and the optimizers' slots that belong to it."""
 
     def __init__(self, shared: SharedArray, what: str) -> None:
         """`what` is its name in errors."""
         self._shared, self.what = shared, what
         self.value, self.address = shared.value, shared.address
-        self._states: dict[int, ShardState] = {}
+        self._slots: dict[int, dict[str, Array]] = {}
 
     def change(self, worker: int, change: bytes, operands: Sequence[Array]) -> None:
         """Change the value by a function, given as a pickle."""
@@ -39,25 +30,27 @@ class Shard:
             pickle.loads(change)(self.value, *operands)
 
     def update(
-        self, worker: int, optimizer: int, pickled: bytes, gradient: Sequence[Array]
+        self,
+        worker: int,
+        optimizer: int,
+        pickled: bytes,
+        iteration: int,
+        gradient: Sequence[Array],
     ) -> None:
-        """One step by a rule, given as a pickle.
+        """The optimizer's step of this number, by a rule that is given as a pickle.
 
         The gradient is one array, or row numbers and the gradients of these rows.
         """
-        state = self._states.setdefault(optimizer, ShardState())
+        slots = self._slots.setdefault(optimizer, {})
         with self._shared.changing(worker):
             rule: UpdateRule = pickle.loads(pickled)
-            iteration = state.iteration + 1
             for name in rule.slots:
-                if name not in state.slots:
-                    state.slots[name] = np.zeros_like(self.value)
+                if name not in slots:
+                    slots[name] = np.zeros_like(self.value)
             if len(gradient) == 1:
-                rule.apply(self.value, gradient[0], state.slots, iteration)
+                rule.apply(self.value, gradient[0], slots, iteration)
             else:
-                self._update_rows(rule, state.slots, iteration, *gradient)
-            # A step that fails doesn't count.
-            state.iteration = iteration
+                self._update_rows(rule, slots, iteration, *gradient)
 
     def _update_rows(
         self, rule: UpdateRule, slots: Slots, iteration: int, indices: Array, values: Array
@@ -70,16 +63,12 @@ class Shard:
         else:
             scatter_sub(self.value, summed.indices, step)
 
-    def state_of(self, optimizer: int) -> ShardState:
-        """The optimizer's state; empty before its first update."""
-        return self._states.get(optimizer, ShardState())
+    def slots_of(self, optimizer: int) -> Slots:
+        """The optimizer's slots; none before its first update."""
+        return self._slots.get(optimizer, {})
 
-    def set_state(
-        self, worker: int, optimizer: int, slots: Slots, iteration: int, *, keep: bool
-    ) -> None:
-        """Set slots of an optimizer and its count, but for those that are there if `keep`."""
-        state = self._states.setdefault(optimizer, ShardState())
+    def set_slots(self, worker: int, optimizer: int, slots: Slots, *, keep: bool) -> None:
+        """Set slots of an optimizer, but for those that are there if `keep`."""
+        own = self._slots.setdefault(optimizer, {})
         with self._shared.changing(worker):
-            state.iteration = max(iteration, state.iteration) if keep else iteration
-            kept = state.slots if keep else {}
-            state.slots.update({**slots, **kept})
+            own.update({**slots, **own} if keep else slots)

@@ -70,7 +70,7 @@ class ServedStorage(Storage):
         return [slices]
 
     def gradients_of(self, gradient: Gradient) -> list[tuple[ShardInfo, Gradient]]:
-        """Each shard with its part, be it empty: so every shard counts the update."""
+        """Each shard with its part, be it empty: a rule may change all rows."""
         parts: Sequence[Gradient] = (
             self.slices_of(gradient)
             if isinstance(gradient, IndexedSlices)
@@ -124,7 +124,7 @@ class ServedStorage(Storage):
         return made
 
     def updates_by(self, optimizer: Optimizer) -> int:
-        """How many updates by the optimizer have been applied, of all workers."""
+        """How many steps the optimizer has taken, of all workers."""
         number = self.client.number_of(optimizer)
         states = self.client.read_slots(self.info.shards, number)
         return max(iteration for _, iteration in states)
@@ -206,7 +206,7 @@ class ServedSlot(Storage):
             self.write(array, keep=False)
 
     def write(self, array: Array, *, keep: bool) -> None:
-        """Set the array and the count of updates, or leave those that are there if `keep`."""
+        """Set the array and the count of steps, or leave those that are there if `keep`."""
         slots = [{self._name: part} for part in self._value.parts_of(array)]
         parts = list(zip(self._value.info.shards, slots, strict=True))
         iteration = self._optimizer.iterations

@@ -7,7 +7,7 @@ import pytest
 
 from strategies import Variable
 from strategies.coordinator import ClusterCoordinator
-from strategies.parameter_server.server import KeyValueStore
+from strategies.parameter_server.announcements import KeyValueStore
 from tests.strategies.parameter_servers import strategy_on, together
 from tests.strategies.support import refusal
 
