@@ -37,7 +37,7 @@ from collectives.shm import migratory
 from collectives.shm.addresses import FIRST_NUMBER, Publish
 from collectives.shm.layout import ARRIVALS, DATA, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
-from collectives.shm.selector import PathSelector
+from collectives.shm.selector import LARGEST_NATIVE, PathSelector
 
 _BYTES = np.dtype(np.uint8)
 _DIFFERENT = 0
@@ -212,7 +212,8 @@ def _bind_between_nodes(
     rows = rows_between_nodes(engine, kind, 0, nbytes if few else 0)
     reader = rows.reader([nbytes] * size) if few else None
     every = np.empty((size, size, part) if reader else 0, _BYTES)
-    native = engine.paths("all_to_all_equal", None, _BYTES).get(NATIVE)
+    small = nbytes <= LARGEST_NATIVE
+    native = engine.paths("all_to_all_equal", None, _BYTES).get(NATIVE) if small else None
 
     def run(source: Array, target: Array, index: int | None) -> list[Array] | None:
         _, kinds, _ = rows.numbers(index)
@@ -243,7 +244,8 @@ def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:
     """The parts of bytes to and from each rank, whose lengths are known."""
     rank, lengths = engine.rank, [outgoing.shape[1]] * engine.size
     lengths[rank] = 0
-    received = exchange_bytes(engine, [writer(part) for part in outgoing], lengths, lengths)
+    writes = [writer(part) for part in outgoing]
+    received = exchange_bytes(engine, writes, lengths, lengths, "pairwise")
     for peer in range(engine.size):
         incoming[peer] = outgoing[rank] if peer == rank else received[peer]
 

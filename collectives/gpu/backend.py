@@ -135,7 +135,7 @@ class Devices:
         with self.beside(None):
             try:
                 result = call()
-            except BaseException as error:
+            except Exception as error:
                 failures.fail(future, error, number)
             else:
                 if result is PASS:

@@ -218,8 +218,11 @@ def _reduce_many_later(comm: Communicator, request: Request) -> None:
 
 
 def _reduce_gradients(comm: Communicator, request: Request) -> None:
-    comm.barrier(str(request))
-    _gradients[request.optimizer].add_zeros()
+    gradients = _gradients.get(request.optimizer)
+    gone = "" if gradients else ", whose DistributedOptimizer this rank keeps no more"
+    comm.barrier(f"{request}{gone}")
+    assert gradients is not None
+    gradients.add_zeros()
 
 
 SERVED: dict[str, Callable[[Communicator, Request], None]] = {

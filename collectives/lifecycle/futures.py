@@ -168,7 +168,7 @@ class ProgressThread:
             with engine.wait_policy.no_longer_than(_RETRY_SECONDS if ends else None):
                 # The final call needs no shared memory, which is not created at this time.
                 if ends or self._settle(engine, job):
-                    run_into(job.future, engine, job.operation, job.number)
+                    run_into(job.future, engine, job.operation, job.number, BaseException)
         goes_on = job is not None
         # The traceback of the call's error holds this frame, too.
         del job
@@ -202,11 +202,20 @@ class _Job(NamedTuple):
     """Of `Failures.begin`."""
 
 
-def run_into(future: Future[Any], engine: Engine, operation: Operation, number: int) -> None:
-    """Run the operation of that number and store its result or exception in the future."""
+def run_into(
+    future: Future[Any],
+    engine: Engine,
+    operation: Operation,
+    number: int,
+    stored: type[BaseException] = Exception,
+) -> None:
+    """Run the operation of that number and store its result or exception in the future.
+
+    Exceptions that aren't `stored` are raised: an interrupt is one of the thread, not of the call.
+    """
     try:
         result = operation.perform(engine)
-    except BaseException as error:
+    except stored as error:
         failures.fail(future, error, number)
     else:
         future.set_result(result)

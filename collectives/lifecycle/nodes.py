@@ -135,7 +135,7 @@ def settle(engine: Engine, where: Topology) -> None:
     part = engine.transport.split(where.node, engine.rank)
     assert part is not None
     part.ranks = where.members[where.node]
-    node = Engine(part, engine.wait_policy)
+    node = _engine_of_some(engine, part)
     engine.layout = _layout(engine, where)
     if engine.layout.oversubscription > 1:
         # Every poll yields the core.
@@ -248,9 +248,16 @@ def _across(engine: Engine, where: Topology) -> Engine | None:
     if transport is None:
         return None
     transport.ranks = [ranks[where.local_rank] for ranks in where.members]
-    across = Engine(transport, engine.wait_policy)
+    across = _engine_of_some(engine, transport)
     across.layout = Layout(across.layout.local_sizes, engine.layout.oversubscription)
     return across
+
+
+def _engine_of_some(engine: Engine, transport: Transport) -> Engine:
+    """Of some of the ranks; what ends the job names the rank and the calls of the whole group."""
+    made = Engine(transport, engine.wait_policy)
+    made.watchdog = transport.watchdog = engine.watchdog
+    return made
 
 
 def _leaders(engine: Engine, where: Topology) -> Transport | None:

@@ -31,3 +31,5 @@ def is_alive(process: int) -> bool:
         return False
     except FileNotFoundError:
         return not os.path.isdir("/proc/self")
+    except OSError:  # such as without a free descriptor
+        return True

@@ -74,7 +74,6 @@ class MpiTransport(Transport):
         """MPI makes progress between the actions."""
         comm = self.comm
         requests: list[MPI.Request] = []
-        peers = [peer for peer, _ in receives] or [peer for peer, _ in sends]
         try:
             # Open MPI clears a large message with one that waits behind what this rank sends to the
             # same rank. With the receives first, the clearance for a rank that comes first would be
@@ -92,11 +91,20 @@ class MpiTransport(Transport):
             arrived = partial(MPI.Request.Testall, requests)
             while not arrived() and (action := next(overlapped, None)):
                 action()
-            self.wait_policy.spin_until(arrived, lambda: self.absent(peers), in_transit=True)
+            absent = partial(self._unfinished, sends, receives, requests)
+            self.wait_policy.spin_until(arrived, absent, in_transit=True)
         except BaseException:
             # MPI may still read from these buffers and write into them.
             abandoned.append((sends, receives, requests))
             raise
+
+    def _unfinished(
+        self, sends: Sequence[Message], receives: Sequence[Message], requests: list[MPI.Request]
+    ) -> dict[int, str]:
+        """The ranks whose requests aren't done. None is absent whose message has arrived."""
+        parts = [peer for peer, buffer in (*sends, *receives) for _ in parts_of(buffer)]
+        pairs = zip(parts, requests, strict=True)
+        return self.absent(sorted({peer for peer, request in pairs if not request.Get_status()}))
 
     def progress(self) -> None:
         """Probe for a message that never comes, from this rank: no other's failure ends it."""

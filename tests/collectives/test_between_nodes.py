@@ -15,7 +15,7 @@ from collectives import (
     OpMismatchError,
     ShapeMismatchError,
 )
-from collectives.bound import between_nodes
+from collectives.bound import all_to_all, between_nodes
 from collectives.bound.between_nodes import (
     LARGEST_ALONE,
     STAGED_BYTES_OF_ALL,
@@ -237,6 +237,15 @@ def test_what_ranks_choose_for_themselves(part):
     assert [each.tolist() for each in received] == [
         [peer] * (2 + (peer == 0)) for peer in range(size)
     ]
+
+
+@pytest.mark.ranks(2, 3)
+def test_parts_of_more_bytes_than_mpi_counts(part, monkeypatch):
+    monkeypatch.setattr(all_to_all, "LARGEST_NATIVE", 0)
+    every = [value(each, (part.size, MANY), np.float64) for each in range(part.size)]
+    received = part.all_to_all(every[part.rank])
+    assert path_of_last(part) == "pairwise"
+    np.testing.assert_array_equal(received, [each[part.rank] for each in every])
 
 
 @pytest.mark.ranks(2, 3)
@@ -689,11 +698,32 @@ def test_a_wait_between_nodes_names_ranks_of_the_whole_group(comm, monkeypatch):
 def test_waits_within_and_between_nodes_name_ranks_of_the_whole_group(comm):
     with Communicator(MPI.COMM_WORLD, node_of=[0, 1, 0, 1], deadline=20) as part:
         node, number = part._engine.node, comm.rank % 2
+        assert node.across.watchdog is part._engine.watchdog
         assert list(node._transport.absent([0, 1])) == [number, number + 2]
         assert list(node.across.transport.absent([0, 1])) == [
             comm.rank - number,
             comm.rank - number + 1,
         ]
+
+
+@pytest.mark.ranks(3)
+def test_a_wait_names_the_ranks_whose_messages_are_not_done(comm):
+    """Rank 0 has what it receives, and waits for rank 2 to receive."""
+    transport = MpiTransport(MPI.COMM_WORLD.Dup())
+    large = np.full(4 << 20, comm.rank, np.uint8)
+    if comm.rank == 0:
+        transport.wait_policy.deadline = 1
+        with pytest.raises(DeadlineExceededError) as caught:
+            transport.exchange([(2, large.data)], [(1, np.empty(8, np.uint8).data)])
+        assert caught.value.absent == (2,)
+    elif comm.rank == 1:
+        transport.exchange([(0, large[:8].data)], [])
+    comm.barrier()
+    if comm.rank == 2:
+        transport.exchange([], [(0, large.data)])
+        assert not large.any()
+    comm.barrier()
+    transport.close()
 
 
 @pytest.mark.ranks(4)

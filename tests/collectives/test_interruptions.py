@@ -12,6 +12,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
+from collectives.calls import Operation
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 from collectives.waiting import wait_policy
@@ -506,3 +507,18 @@ else:
 """
     done = launch(2, [sys.executable, "-c", body], timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_of_an_asynchronous_call_in_the_callers_thread_is_raised(monkeypatch):
+    """Where MPI, or a GPU, lets no other thread make the call; the handle has the call's errors."""
+
+    def interrupted(operation, engine):
+        raise KeyboardInterrupt
+
+    transport = local.alone()
+    transport.threads = False
+    comm = Communicator(transport)
+    assert comm.all_reduce_async(np.ones(3)).wait().tolist() == [1, 1, 1]
+    monkeypatch.setattr(Operation, "perform", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_reduce_async(np.ones(3))

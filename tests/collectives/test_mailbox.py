@@ -1,5 +1,6 @@
 """One-sided messages."""
 
+import errno
 import subprocess
 import sys
 import threading
@@ -513,6 +514,14 @@ def test_a_process_that_is_reaped_while_it_is_looked_at_has_died(monkeypatch):
     assert processes.is_alive(child.pid)
     monkeypatch.setattr(processes, "open", opened, raising=False)
     assert not processes.is_alive(child.pid)
+
+
+def test_a_process_counts_as_alive_where_no_file_can_be_opened(monkeypatch):
+    def opened(*arguments, **named):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(processes, "open", opened, raising=False)
+    assert processes.is_alive(1)
 
 
 def test_one_array_is_no_list_of_arrays():

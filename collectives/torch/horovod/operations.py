@@ -88,6 +88,7 @@ def grouped_allreduce(
     process_set: ProcessSet | None = None,
 ) -> list[Any]:
     """`allreduce` of many tensors, in few messages. Those that require grad go one by one."""
+    tensors = list(tensors)
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         given = average, name, compression, op, prescale_factor, postscale_factor, process_set
         kind = f"grouped_allreduce of {len(tensors)}, with a gradient"

@@ -155,7 +155,8 @@ def DistributedOptimizer(  # noqa: N802
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler that was made before replaced the `step` of its optimizer.
-    made.__dict__.update((key, each) for key, each in vars(optimizer).items() if key != "step")
+    own = ("step", "_distributed")
+    made.__dict__.update((key, each) for key, each in vars(optimizer).items() if key not in own)
     parameters = [each for _, each in named]
     every = [each for each in list(open_reducers) if isinstance(each, JoinedReducer)]
     with replaced([each for each in every if each.reduces(parameters)]):

@@ -66,7 +66,7 @@ def test_integers_stay_integers(torch, hvd, comm, dtype):
     results = [
         hvd.allreduce(given, **factors),
         hvd.synchronize(hvd.allreduce_async(given, **factors)),
-        hvd.grouped_allreduce([given], **factors)[0],
+        hvd.grouped_allreduce(iter([given]), **factors)[0],
         hvd.synchronize(hvd.grouped_allreduce_async([given], **factors))[0],
         hvd.allreduce_(given.clone(), **factors),
         hvd.synchronize(hvd.allreduce_async_(given.clone(), **factors)),

@@ -421,6 +421,29 @@ def test_calls_of_others_end_join(torch, hvd, comm):
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [comm.size] * 2
 
 
+def test_join_without_the_optimizer_is_an_error_on_every_rank(torch, hvd, comm):
+    model, optimizer = distributed(torch, hvd)
+    (batch,) = batches(torch, comm.size)[0]
+    if comm.rank == 0:
+        del model, optimizer
+        gc.collect()
+        with pytest.raises(collectives.MismatchError, match="DistributedOptimizer this rank keeps"):
+            hvd.join()
+    else:
+        with pytest.raises(collectives.MismatchError, match="DistributedOptimizer this rank keeps"):
+            model(own(comm, batch)).sum().backward()
+
+
+def test_an_optimizer_that_is_made_again_keeps_no_earlier_one(torch, hvd, comm):
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    earlier = weakref.ref(hvd.DistributedOptimizer(optimizer))
+    later = hvd.DistributedOptimizer(optimizer)
+    gc.collect()
+    assert earlier() is None
+    later.zero_grad()
+
+
 def test_mismatches_stay_errors(torch, hvd, comm):
     import collectives
 
