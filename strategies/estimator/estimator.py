@@ -121,12 +121,13 @@ class Estimator:
         saving = kind(manager, first, end, every, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
         restored.train_steps(count)
+        together = None if self._asynchronous else strategy.communicator
         restored.model.fit(
             data,
             steps_per_epoch=count,
             verbose=0,
             shuffle=False,
-            callbacks=[Restoration(restored, path), saving],
+            callbacks=[Restoration(restored, path, together), saving],
         )
         saving.finish(strategy)
         return self
@@ -147,6 +148,8 @@ class Estimator:
         with PropagatedErrors(strategy.communicator, "Estimator.evaluate"):
             refuse("evaluate", {"hooks": hooks}, "input_fn, steps, checkpoint_path")
             refuse_both(steps, None)
+            given = f"checkpoint {step_of(checkpoint_path)}" if checkpoint_path else "the latest"
+        strategy.communicator.barrier(f"Estimator.evaluate, {steps=}, {given}")
         path = checkpoint_path or self._latest(strategy)
         step = step_of(path)
         restored = self._model_of(ModeKeys.EVAL, strategy)
@@ -155,7 +158,7 @@ class Estimator:
             data,
             steps=steps,
             verbose=0,
-            callbacks=[Restoration(restored, path)],
+            callbacks=[Restoration(restored, path, strategy.communicator)],
             return_dict=True,
         )
         return {**found, "global_step": step}
@@ -241,13 +244,13 @@ def _call(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
 def _rows(
     restored: RestoredModel, path: str | None, data: tf.data.Dataset
 ) -> Iterator[dict[str, Any]]:
-    model, ready = restored.model, False
+    model, this = restored.model, object()
     for batch in data:
         features = batch[0] if isinstance(batch, tuple) else batch
-        if not ready:
+        if restored.user is not this:
             model(features, training=False)
             restored.restore(path)
-            ready = True
+            restored.user = this
         outputs = _named(model, model.predict_on_batch(features))
         for values in zip(*outputs.values(), strict=True):
             yield dict(zip(outputs, values, strict=True))

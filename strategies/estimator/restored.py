@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from collectives import Communicator
+from strategies.core.same_error import PropagatedErrors
 from strategies.tensorflow import Strategy
 
 NAME = "model.ckpt"
@@ -44,6 +46,8 @@ class RestoredModel:
             )
         self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.model.optimizer)
         self._steps_per_execution = self.model.steps_per_execution
+        self.user: object = None
+        """Of several that restore other checkpoints in turn: the one that did it last."""
 
     def train_steps(self, count: int | None) -> None:
         """Have `fit` train no more than `count` steps.
@@ -69,13 +73,17 @@ class RestoredModel:
 class Restoration(keras.callbacks.Callback):
     """Restores a checkpoint when `fit` or `evaluate` has built the model."""
 
-    def __init__(self, restored: RestoredModel, path: str | None) -> None:
+    def __init__(
+        self, restored: RestoredModel, path: str | None, communicator: Communicator | None
+    ) -> None:
+        """`communicator` connects the ranks that restore together."""
         super().__init__()
-        self._restored, self._path = restored, path
+        self._restored, self._path, self._communicator = restored, path, communicator
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore."""
-        self._restored.restore(self._path)
+        """Restore; an error of one rank is raised on all."""
+        with PropagatedErrors(self._communicator, "Estimator: restoring", self._path):
+            self._restored.restore(self._path)
 
     on_test_begin = on_train_begin
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from tensorflow.python.distribute import (
     values,
 )
 
+from collectives.consistency.signature import shortened
 from strategies.core.nest import structure
 from strategies.core.options import CommunicationOptions
 from strategies.core.same_error import PropagatedErrors
@@ -50,8 +51,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         self.empty_batches = EmptyBatches()
         self.statistics = Statistics(self.operations, self.empty_batches)
         self._own_step = False
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that the ranks have compared."""
+        self._compared: MutableMapping[Any, set[Any]] = weakref.WeakKeyDictionary()
+        """The numbers of the variables of an optimizer's steps that the ranks have compared."""
         self._default_device = self._input_device
         self.experimental_enable_get_next_as_optional = self._in_multi_worker_mode()
         self._retrace_functions_for_each_device = False
@@ -85,7 +86,9 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
             device = colocate_with._devices[0]
         what = f"the initial value of {variables.described(kwargs)}"
         strategy, mirror = self._container_strategy(), partial(self.operations.mirror, what=what)
-        variable = variables.create(strategy, device, mirror, next_creator, self._classes, **kwargs)
+        with PropagatedErrors(self.operations.communicator, what):
+            make = partial(variables.create, strategy, device, mirror, next_creator, self._classes)
+            variable = make(**kwargs)
         variable.number = next(self._replication.variable_numbers)
         return variable
 
@@ -160,18 +163,25 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
             self.operations.compare(f"reduce of {text}")
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
-        self._compare_optimizer(variables.summing_optimizer())
+        if not self.is_alone:
+            self._compare_step(*variables.step_that_sums(pairs))
         return self._reduce_all(reduce_op, [value for value, _ in pairs], options)
 
-    def _compare_optimizer(self, optimizer: Any) -> None:
-        """A MismatchError where its settings differ between the ranks, in its first step."""
-        if optimizer is None or optimizer in self._optimizers or self.is_alone:
+    def _compare_step(self, optimizer: Any, of: Sequence[Any]) -> None:
+        """A MismatchError where the variables, or the optimizer's settings, differ between ranks.
+
+        They are compared in the first step of these variables, whose values are fused by position.
+        """
+        numbers = tuple(getattr(each, "number", None) for each in of)
+        known = self._compared.setdefault(self if optimizer is None else optimizer, set())
+        if numbers in known or (optimizer is None and set(numbers) == {None}):
             return
         from strategies.keras.arguments import settings_of
 
         with tf.init_scope():
-            self.operations.compare(f"a step of {settings_of(optimizer)}")
-        self._optimizers.add(optimizer)
+            what = "a reduction" if optimizer is None else f"a step of {settings_of(optimizer)}"
+            self.operations.compare(f"{what}, of variables {shortened(list(map(str, numbers)))}")
+        known.add(numbers)
 
     def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
         """The leaves reduced in one call, and with them the statistics that are due."""

@@ -41,9 +41,10 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     ValueError for FILE with fewer files than ranks, if their number is known, or with other data,
     and for elements without rows; TypeError for what is no dataset.
     """
-    communicator, options = extended.operations.communicator, _on_host(options)
+    communicator = extended.operations.communicator
     alone = communicator.size == 1
     with PropagatedErrors(communicator, _DISTRIBUTE):
+        options = _on_host(options)
         _check_dataset(dataset, f"{_DISTRIBUTE} is given")
         if not alone and any(each.shape.rank == 0 for each in _tensor_specs(dataset)):
             raise ValueError(
@@ -135,7 +136,6 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     An error of the function on one rank is raised on every rank. Where the ranks' numbers of
     batches differ, no rank uses its own: the ranks agree on the end at each step.
     """
-    options = _on_host(options)
     specs: list[Any] = []
 
     def checked(context: Any) -> Any:
@@ -145,12 +145,13 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
         return dataset
 
     def make() -> Any:
+        on_host = _on_host(options)
         return input_util.get_distributed_datasets_from_function(
             checked,
-            extended._input_workers_with_options(options),
+            extended._input_workers_with_options(on_host),
             [extended._input_context()],
             extended._container_strategy(),
-            options=options,
+            options=on_host,
         )
 
     communicator = extended.operations.communicator
@@ -188,6 +189,10 @@ def _tensor_specs(dataset: Any) -> list[Any]:
 def _on_host(options: Any) -> Any:
     if options is None:
         return _HOST
+    if not isinstance(options, tf.distribute.InputOptions):
+        raise TypeError(
+            f"options is a {type(options).__name__}: must be tf.distribute.InputOptions"
+        )
     return options._replace(
         experimental_fetch_to_device=False,
         experimental_replication_mode=_HOST.experimental_replication_mode,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended as Plain
 
 from collectives import Communicator
 from strategies.cross_device_ops import ops
 from strategies.synchronous import central_storage, default, mirrored
 from strategies.tensorflow.cluster import options_of, resolver_of
+from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.strategy import Strategy
 
 
@@ -84,6 +86,24 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str, *, communicator: Communicator | None = None) -> None:
         super().__init__(default.OneDeviceStrategy(device, communicator=communicator), device)
+
+    def _make_extended(self, device: str) -> CollectiveExtended:
+        return OneDeviceExtended(self, self.array_strategy, device)
+
+
+class OneDeviceExtended(CollectiveExtended):
+    """Of one replica: its variables and results are TensorFlow's own."""
+
+    _create_variable = Plain._create_variable
+    _validate_colocate_with_variable = Plain._validate_colocate_with_variable
+    _update = Plain._update
+    _update_non_slot = Plain._update_non_slot
+    _reduce_to = Plain._reduce_to
+    _experimental_distribute_values_from_function = (
+        Plain._experimental_distribute_values_from_function
+    )
+    read_var = Plain.read_var
+    value_container = Plain.value_container
 
 
 def _cross_device_ops(given: Any) -> Any:

@@ -109,6 +109,8 @@ class Operations:
         with PropagatedErrors(self.communicator, "reduce"):
             op_of(op)
             for each in () if axis is None else tf.nest.flatten(axis):
+                if isinstance(each, tf.Tensor):
+                    raise TypeError(f"reduce: axis={axis!r}: must be of int, or None")
                 for rank in ranks:
                     if rank is not None and not -rank <= each < rank:
                         raise ValueError(f"reduce: axis={each}: the value has {rank} axes")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -197,11 +197,12 @@ def described(arguments: Mapping[str, Any]) -> str:
     if _keras_variable() is not None:
         name = name.rpartition("_")[2]
     rules = {rule: arguments.get(rule) for rule in ("synchronization", "aggregation")}
+    # TensorFlow refuses what is no rule.
+    names = {rule: getattr(value, "name", value) for rule, value in rules.items()}
     given = [
-        f"{rule}={value.name}"
-        for rule, value in rules.items()
-        if value is not None and value.name not in ("AUTO", "NONE")
+        f"{rule}={value}" for rule, value in names.items() if value not in (None, "AUTO", "NONE")
     ]
+    given += [f"shape={arguments['shape']}"] * (arguments.get("shape") is not None)
     given += ["trainable=False"] * (arguments.get("trainable") is False)
     return f"variable {name!r}" + f" ({', '.join(given)})" * bool(given)
 
@@ -240,12 +241,16 @@ def added_by_keras(variable: Any) -> Any:
     return None
 
 
-def summing_optimizer() -> Any:
-    """The optimizer of Keras that sums gradients, on the stack of calls; None without one."""
+def step_that_sums(pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+    """The optimizer of Keras that sums gradients, on the stack of calls, and their variables.
+
+    None, and the destinations of the pairs, without one.
+    """
     for frame in callers():
         if frame.f_code.co_name == "_all_reduce_sum_gradients":
-            return frame.f_locals.get("self")
-    return None
+            given = frame.f_locals
+            return given.get("self"), [each for _, each in given.get("filtered_grads_and_vars", ())]
+    return None, [each for _, each in pairs]
 
 
 def updated_by_optimizer() -> bool:

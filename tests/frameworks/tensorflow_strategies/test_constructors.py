@@ -43,6 +43,11 @@ def test_each_strategy_trains(tf, ds, comm):
     alone = ds.OneDeviceStrategy("/cpu:0")
     assert alone.num_replicas_in_sync == 1
     assert float(alone.reduce("SUM", alone.run(lambda: tf.constant(3.0)), axis=None)) == 3.0
+    with alone.scope():
+        weights = tf.Variable([1.0], synchronization=tf.VariableSynchronization.ON_READ)
+    alone.run(lambda: weights.assign_add([1.0]))
+    assert type(weights) is type(tf.Variable(1.0))
+    assert weights.numpy() == [2.0]
 
 
 def test_the_cluster(tf, ds, comm, monkeypatch):

@@ -61,7 +61,17 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         step = tf.function(lambda: optimizer.apply([ones], [weights]))
         strategy.run(step)
 
+    with strategy.scope():
+        weights = [tf.keras.Variable(ones) for _ in range(2)]
+        sgd, older = tf.keras.optimizers.SGD(), tf.compat.v1.train.GradientDescentOptimizer(1.0)
+
+    def reversed_on_one(optimizer, variables):
+        given = list(zip((ones, 2 * ones), variables, strict=True))
+        strategy.run(lambda: optimizer.apply_gradients(given[::-1] if odd else given))
+
     calls = {
+        r"a step of SGD{weight_decay.*of variables \d, \d": lambda: reversed_on_one(sgd, weights),
+        r"a reduction, of variables \d, \d": lambda: reversed_on_one(older, [first, second]),
         "all_reduce refused by ValueError": lambda: reduced("FOO" if odd else "SUM"),
         "all_reduce refused by TypeError": lambda: reduced(options=3 if odd else None),
         r"assign_sub of variable \d": tf.function(lambda: strategy.run(shift)),
@@ -99,6 +109,12 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         r"reduce of \{'c': \*\}": lambda: reduced(value={"c" if odd else "a": ones}),
         "reduce over the axis 1": lambda: strategy.reduce("SUM", square, axis=int(odd)),
         "over the axis 0": tf.function(lambda: strategy.reduce("MEAN", square, axis=int(odd))),
+        "axis=<tf.Tensor.*must be of int": lambda: strategy.reduce(
+            "SUM", square, axis=tf.constant(0) if odd else 0
+        ),
+        "options is a str": lambda: strategy.experimental_distribute_dataset(
+            tf.data.Dataset.range(4).batch(2), "abc" if odd else None
+        ),
         "axis=5: the value has 2 axes": lambda: strategy.reduce(
             "SUM", square, axis=5 if odd else 0
         ),
@@ -116,6 +132,10 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
     with strategy.scope():
         with pytest.raises(collectives.MismatchError, match="ON_READ"):
             tf.Variable(1.0, synchronization=rule, aggregation=tf.VariableAggregation.SUM)
+        with pytest.raises(collectives.MismatchError, match=r"shape=\[None\]"):
+            tf.Variable(ones, shape=[None] if odd else None)
+        with pytest.raises(collectives.MismatchError, match=r"aggregation=sum.*refused by"):
+            tf.Variable(1.0, aggregation="sum" if odd else tf.VariableAggregation.SUM)
         with pytest.raises(TypeError, match="dtype string"):
             tf.Variable("a")
         with pytest.raises(collectives.MismatchError, match="refused by ZeroDivisionError"):

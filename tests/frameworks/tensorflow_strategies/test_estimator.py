@@ -146,13 +146,27 @@ def test_the_guide(tf, ds, estimator, comm, equal_on_all):
             "global_step": steps,
         }
 
+    def path_of(steps):
+        return f"{regressor.model_dir}/model.ckpt-{steps}"
+
     for steps in (1, 4):
         regressor.train(input_fn=input_fn, steps=steps)
         found = regressor.evaluate(input_fn=input_fn, steps=10)
         assert found == pytest.approx(expected(1 if steps == 1 else 5), abs=1e-6)
         equal_on_all(list(found.values()))
-    predicted = next(regressor.predict(input_fn))
-    assert predicted == {"predictions": pytest.approx(1 - 0.2**5)}
+    found = [regressor.predict(input_fn, checkpoint_path=path_of(steps)) for steps in (5, 1, 5)]
+    for _ in range(2):
+        for rows, error in zip(found, (0.2**5, 0.2, 0.2**5), strict=True):
+            assert next(rows) == {"predictions": pytest.approx(1 - error)}
+    odd = comm.rank == 1
+    for path, text in (
+        (path_of(1 if odd else 5), "checkpoint 1"),
+        (path_of(5) if odd else None, "checkpoint 5"),
+        ("no/model.ckpt-5" if odd else path_of(5), "restoring.*refused by NotFoundError"),
+        ("other" if odd else path_of(5), "refused by ValueError.*'other' is not an estimator's"),
+    ):
+        with pytest.raises(MismatchError, match=text):
+            regressor.evaluate(input_fn, steps=2, checkpoint_path=path)
     # To the end of the data: ten batches on the first rank, nine and an empty one on the second.
     regressor.train(lambda input_context: input_fn().take(10 - input_context.input_pipeline_id))
     assert regressor.latest_checkpoint().endswith("model.ckpt-15")
