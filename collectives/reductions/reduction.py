@@ -39,7 +39,8 @@ class ReduceOp(enum.Enum):
     SUM, MEAN, MIN, MAX and PRODUCT take bool, integers and floats, complex numbers too except for
     MIN and MAX, but no `longdouble`. Integers wrap; a NaN of any rank propagates; SUM and MAX of
     bool are `or`, MIN and PRODUCT are `and`. MEAN of bool and integers is float64; that of other
-    dtypes is infinite where the sum exceeds them.
+    dtypes is infinite where the sum exceeds them. 16-bit floats are added in float32, and each sum
+    of two ranks' elements is rounded.
 
     BITWISE_AND, BITWISE_OR and BITWISE_XOR, MPI's BAND, BOR and BXOR, take bool and integers. XOR
     of bool is True where an odd number of ranks have True.
