@@ -121,7 +121,7 @@ class Estimator:
         saving = kind(manager, first, end, every, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
         restored.train_steps(count)
-        together = None if self._asynchronous else strategy.communicator
+        together = None if self._asynchronous else strategy
         restored.model.fit(
             data,
             steps_per_epoch=count,
@@ -158,7 +158,7 @@ class Estimator:
             data,
             steps=steps,
             verbose=0,
-            callbacks=[Restoration(restored, path, strategy.communicator)],
+            callbacks=[Restoration(restored, path, strategy)],
             return_dict=True,
         )
         return {**found, "global_step": step}

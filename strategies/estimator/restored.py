@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from collectives import Communicator
 from strategies.core.same_error import PropagatedErrors
 from strategies.tensorflow import Strategy
 
@@ -74,11 +73,12 @@ class Restoration(keras.callbacks.Callback):
     """Restores a checkpoint when `fit` or `evaluate` has built the model."""
 
     def __init__(
-        self, restored: RestoredModel, path: str | None, communicator: Communicator | None
+        self, restored: RestoredModel, path: str | None, strategy: Strategy | None
     ) -> None:
-        """`communicator` connects the ranks that restore together."""
+        """`strategy` is that of ranks that restore together; None of a rank that does it alone."""
         super().__init__()
-        self._restored, self._path, self._communicator = restored, path, communicator
+        self._restored, self._path = restored, path
+        self._communicator = None if strategy is None else strategy.communicator
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore; an error of one rank is raised on all."""
