@@ -75,9 +75,11 @@ class AveragedModules:
     def begin_averaging(self) -> None:
         """Log, once, a parameter that something else than a step of these optimizers changed.
 
-        Outer slots are numbered by the models' parameters, whichever are trained first.
+        RuntimeError where a model has another parameter in place of one. Outer slots are numbered
+        by the models' parameters, whichever are trained first.
         """
-        for module in self._known.values():
+        for model, module in self._known.items():
+            module.check_replaced(model)
             self._averaging.number(module.values)
         for module in self._known.values() if not self._warned else ():
             if names := module.changed_by_others():
@@ -147,6 +149,13 @@ class _Module:
                 raise RuntimeError(
                     f"{name} has other memory than in distribute: call distribute again"
                 )
+
+    def check_replaced(self, model: Any) -> None:
+        """RuntimeError where the model has another parameter of a name, as after an assignment."""
+        now = dict(model.named_parameters())
+        for name, each in self._parameters:
+            if now.get(name, each) is not each:
+                raise RuntimeError(f"{name} was replaced since distribute: call distribute again")
 
     def has_any(self, parameters: Set[int]) -> bool:
         """Whether any parameter that is trained has one of these identities."""

@@ -20,6 +20,7 @@ from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
 from strategies.core.indexed_slices import Gradient
+from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Storage
 from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
@@ -182,7 +183,8 @@ class LocalSGDStrategy(Strategy):
 
         A rank whose loop is over may take part in any, and counts where it has taken steps.
         """
-        self._modules.begin_averaging()
+        with PropagatedErrors(self.communicator, "averaging"):
+            self._modules.begin_averaging()
         state, parts = self._exchange(part)
         counts = [
             each.reason.in_loop or touched

@@ -422,6 +422,10 @@ def test_what_one_rank_alone_gives(torch, comm):
     apart = strategies.LocalSGDStrategy(2, communicator=comm)
     other = network(torch)
     apart.distribute(other, torch.optim.SGD(other.parameters(), 0.1 + comm.rank))
+    if last:
+        other[0].weight = torch.nn.Parameter(other[0].weight.detach() + 1)
+    with pytest.raises(collectives.MismatchError, match=r"0\.weight was replaced since distribute"):
+        apart.synchronize()
     strategy.distribute(model, [])
     assert len(strategy.sampler(range(10), remainder="drop")) == 10 // comm.size
 
