@@ -27,6 +27,8 @@ from collectives.waiting.wait_policy import WaitPolicy
 # How often the messages that no caller waits for make progress.
 _POLL_SECONDS = 5e-4
 _THREAD = "collectives-messages"
+# Of the bytes of a message, in MPI before version 4.
+_LARGEST_COUNT = (1 << 31) - 1
 # For a message whose sender has closed the group since.
 _GRACE_SECONDS = 1.0
 
@@ -223,7 +225,13 @@ class Messages:
     def _bytes_of(self, on_host: Any) -> list[Any]:
         if self.mpi.Is_finalized():
             raise UnusableError("MPI.Finalize was called")
-        return [self._memory.flat(on_host).view(np.uint8), self.mpi.BYTE]
+        content = self._memory.flat(on_host).view(np.uint8)
+        if content.nbytes > _LARGEST_COUNT and self.mpi.Get_version() < (4, 0):
+            raise ValueError(
+                f"a message of {content.nbytes} bytes: this MPI counts to {_LARGEST_COUNT}: send"
+                " the tensor in parts"
+            )
+        return [content, self.mpi.BYTE]
 
     def _begun(self, work: MessageWork) -> MessageWork:
         if work.has_moved():

@@ -201,6 +201,22 @@ def test_messages_of_another_length(torch, dist, comm):
         dist.isend(torch.ones(2, 2).t(), 0)
 
 
+def test_messages_of_more_bytes_than_mpi_counts(torch, dist, comm, monkeypatch):
+    from mpi4py import MPI
+
+    from collectives.torch import messages
+
+    monkeypatch.setattr(messages, "_LARGEST_COUNT", 7)
+    counted = [torch.ones(2, dtype=torch.int32), torch.ones(7, dtype=torch.int8)]
+    if MPI.Get_version() >= (4, 0):
+        monkeypatch.setattr(MPI, "Get_version", lambda: (3, 1))
+    for call in (dist.send, dist.recv):
+        with pytest.raises(ValueError, match="of 8 bytes: this MPI counts to 7"):
+            call(counted[0], (comm.rank + 1) % comm.size)
+    if comm.rank < 2:
+        (dist.recv if comm.rank else dist.send)(counted[1], 1 - comm.rank)
+
+
 def test_ranks_that_do_not_exist(torch, dist, comm):
     with pytest.raises(ValueError, match=f"dst=9: must be an integer from 0 to {comm.size - 1}"):
         dist.isend(torch.ones(2), 9)
