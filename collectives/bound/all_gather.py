@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from collectives.arrays.kinds import after_reading, copied, is_device, like, may
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.bound.bind import Call, bind
 from collectives.bound.calls import Bound, bound_operation
-from collectives.bound.rows import rows_of_all
+from collectives.bound.rows import RowsOfAll, rows_of_all
 from collectives.caching import LRU
 from collectives.calls import PASS, Operation
 from collectives.calls.arguments import Rows, contiguous_apart
@@ -48,41 +48,19 @@ def bind_all_gather(
     itself.
     """
     collective, root = signature.collective, signature.root or 0
-    receives, paths = signature.root in (None, engine.rank), engine.paths(collective, None, _BYTES)
-    row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
-    chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
+    receives, errstate = signature.root in (None, engine.rank), engine.errstate.run
     forced = algorithm is not None
     rows_of_ranks = rows_of_all(engine, count, room, rest, dtype, travel=not forced)
-    copies = rows_of_ranks.copies
-
-    def choose(total: int) -> tuple[str, Path | None, bool]:
-        """The path of so many bytes, and whether it uses the exchanged addresses."""
-        if forced:
-            return "", None, False
-        name = engine.choose(collective, total, paths) if engine.size > 1 else ""
-        path = paths.get(name)
-        return name, path, isinstance(path, PathSelector) and path.exchanges(total)
-
-    last: tuple[Any, ...] = (None,)
-
-    def joined_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What follows from the exchanged numbers; calls often repeat with the same buffers."""
-        nonlocal last
-        addresses, counts, rooms = given
-        check_room(counts, rooms)
-        rows, lengths = sum(counts), [each * row_bytes for each in counts]
-        total = rows * row_bytes
-        reader = rows_of_ranks.reader(counts)
-        name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
-        # Ranks with few rows publish no address: where others have more, they are exchanged anew.
-        addressed = addressed and all(addresses.source_addresses)
-        last = given, addresses, (rows, *rest), lengths, total, reader, name, path, addressed
-        return last
+    copies, last = rows_of_ranks.copies, cast(tuple[Any, ...], (None,))
+    known_of = _what_follows(engine, collective, rows_of_ranks, rest, dtype, forced=forced)
 
     def run(source: Array, target: Array | None, index: int | None) -> Array | None:
+        nonlocal last
         given = rows_of_ranks.numbers(index)
-        known = last if given is last[0] else joined_of(given)
-        _, addresses, shape, lengths, total, reader, name, path, addressed = known
+        # Calls often repeat with the same buffers.
+        if given is not last[0]:
+            last = known_of(given)
+        _, addresses, shape, lengths, total, reader, name, path, addressed = last
         if reader is not None and not receives:
             return None
         joined = target
@@ -105,6 +83,41 @@ def bind_all_gather(
 
     call = bind(engine, signature, run, rows_of_ranks.publish, rows_of_ranks.exchange)
     return _on_arrays(call, rest, dtype, copies)
+
+
+def _what_follows(
+    engine: Engine,
+    collective: str,
+    rows_of_ranks: RowsOfAll,
+    rest: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    forced: bool,
+) -> Callable[[Any], tuple[Any, ...]]:
+    """The function of the exchanged numbers: they, the addresses, shape, lengths and path."""
+    row_bytes, paths = math.prod(rest) * dtype.itemsize, engine.paths(collective, None, _BYTES)
+    chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
+
+    def choose(total: int) -> tuple[str, Path | None, bool]:
+        """The path of so many bytes, and whether it uses the exchanged addresses."""
+        if forced:
+            return "", None, False
+        name = engine.choose(collective, total, paths) if engine.size > 1 else ""
+        path = paths.get(name)
+        return name, path, isinstance(path, PathSelector) and path.exchanges(total)
+
+    def known_of(given: Any) -> tuple[Any, ...]:
+        addresses, counts, rooms = given
+        check_room(counts, rooms)
+        rows, lengths = sum(counts), [each * row_bytes for each in counts]
+        total = rows * row_bytes
+        reader = rows_of_ranks.reader(counts)
+        name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
+        # Ranks with few rows publish no address: where others have more, they are exchanged anew.
+        addressed = addressed and all(addresses.source_addresses)
+        return given, addresses, (rows, *rest), lengths, total, reader, name, path, addressed
+
+    return known_of
 
 
 def _on_arrays(
