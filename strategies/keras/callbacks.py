@@ -191,7 +191,7 @@ class _EpochAgreement(keras.callbacks.Callback):
         self.model._initial_epoch = first
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Use the chief's learning rates."""
+        """Use the chief's learning rates, and stop where a callback on any rank stops."""
         rates: Sequence[Any] = learning_rates(self.model)
         if rates:
             values = [float(copy_of(each)) for each in rates]
@@ -199,6 +199,7 @@ class _EpochAgreement(keras.callbacks.Callback):
             for variable, own, value in zip(rates, values, chiefs, strict=True):
                 if own != value:
                     variable.assign(float(value))
+        self._agree_to_stop()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stop where a callback on any rank stops."""

@@ -59,6 +59,10 @@ def refuse_different_weights(
     reports = compare(training.communicator, "weights: ", text, digests)
     if reports is None:
         return
+    numbers = list(map(len, reports))
+    if len(set(numbers)) > 1:
+        error = ValueError(f"fit: the ranks train different numbers of weights {when}: {numbers}")
+        raise raised_on_all(error, training.communicator.rank)
     differ = [len(set(each)) > 1 for each in zip(*reports, strict=True)]
     error = ValueError(
         f"fit: the ranks' weights differ {when}: {variables[differ.index(True)].path!r} is the"
