@@ -32,7 +32,9 @@ class CompressedReducer:
 
     What the last two leave out of a step is added to the next (error feedback), so that a list
     keeps its shapes, dtypes and op; several lists have names. A step that fails, or whose result is
-    not finite, changes nothing of what is added to the next. Arrays of other dtypes than float32
+    not finite, changes nothing of what is added to the next. Where one fails on some nodes alone,
+    as when a rank stands still in the middle for longer than the deadline, every later step raises
+    a MismatchError, until all ranks `forget` the list. Arrays of other dtypes than float32
     and float64 are reduced exactly, and so are all where there is one node.
     """
 
@@ -93,7 +95,7 @@ class CompressedReducer:
             # The other ranks raise, too, if this is not so on all.
             self._communicator.barrier(f"CompressedReducer.all_reduce_many: {error}")
             raise
-        self._communicator.barrier(known.text)
+        self._communicator.barrier(f"{known.text}, step {known.steps}")
         # After the only barrier, which ranks that know the list and ranks that don't make alike.
         self._lists[of] = self._last = known
         self._keep_deadline()
@@ -108,6 +110,7 @@ class CompressedReducer:
             finite = finite and (not part.compressor.feeds_back or bool(np.isfinite(flat).all()))
             for number, array in zip(part.numbers, part.cut(flat), strict=True):
                 results[number] = array
+        known.steps += 1
         if finite:
             # A failed step, and one with infinite gradients, which programs skip, leave no trace.
             for part in known.parts:
@@ -188,6 +191,8 @@ class _List:
     ) -> None:
         """`make` None: nothing is compressed."""
         self.kinds, self.text = kinds, text
+        self.steps = 0
+        """How many this rank has completed: one that fails on a node may be completed on others."""
         self.parts: list[_Part] = []
         dtypes = dict.fromkeys(each.dtype for each in given if make and _compressed(each))
         for dtype in dtypes:

@@ -269,6 +269,22 @@ def test_steps_that_leave_no_trace(compression):
     on_nodes([0, 1], reduce)
 
 
+def test_a_step_that_is_completed_on_one_node_alone():
+    """Its repetition would be added to the next step of the other node."""
+
+    def reduce(comm):
+        reducer = CompressedReducer(comm, "powersgd(1)")
+        reducer.all_reduce_many([np.ones((2, 2))])
+        if comm.rank == 2:
+            reducer._lists[None].steps += 1  # as if its node alone had completed a second one
+        with pytest.raises(MismatchError, match=r"step 1.*\n.*\n.*step 2"):
+            reducer.all_reduce_many([np.ones((2, 2))])
+        reducer.forget(None)
+        return reducer.all_reduce_many([np.full((2, 2), comm.rank)], "sum")[0][0, 0]
+
+    assert on_nodes([0, 0, 1], reduce) == [pytest.approx(3)] * 3
+
+
 def test_power_sgd_after_zeros():
     """A matrix of that rank still comes whole: its factors don't start from zeros."""
 
@@ -284,7 +300,7 @@ def test_power_sgd_after_zeros():
 
 
 def test_forgotten_names_deadlines_and_the_end():
-    """The list of a forgotten name begins anew, on all ranks or on some."""
+    """The list of a forgotten name begins anew, on all ranks."""
 
     def calls(comm):
         reducer = CompressedReducer(comm, "topk(0.25)")
@@ -300,8 +316,9 @@ def test_forgotten_names_deadlines_and_the_end():
             np.testing.assert_array_equal(result, np.where(exact > 18, exact, 0))
         if comm.rank == 1:
             reducer.forget("it")
-        reducer.all_reduce_many([given], "sum", of="it")
-        assert len(reducer._lists) == 1
+        with pytest.raises(MismatchError, match=r"step 1.*\n.*step 0"):
+            reducer.all_reduce_many([given], "sum", of="it")
+        assert len(reducer._lists) == 1 - comm.rank
         reducer.close()
         with pytest.raises(RuntimeError, match="closed"):
             reducer.all_reduce_many([given], "sum", of="it")
