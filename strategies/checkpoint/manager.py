@@ -16,7 +16,7 @@ from strategies.base.strategy import get_strategy
 from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, run_once
 from strategies.checkpoint.tensor_file import PARTIAL
 from strategies.core.same_error import PropagatedErrors
-from strategies.core.values import whole_number
+from strategies.core.values import content, whole_number
 
 _NUMBERED = re.compile(r".*-([0-9]+)\.safetensors")
 
@@ -136,8 +136,8 @@ class CheckpointManager:
         starting at 1. Rank 0's counts. Raises ValueError where it is lower than the last one, since
         a restart would restore that file; and the errors of `Checkpoint.save`.
         """
-        what = "CheckpointManager.save"
-        number: int = run_once(self.checkpoint, what, lambda: self._checked(step))
+        what, given = "CheckpointManager.save", content(step)
+        number: int = run_once(self.checkpoint, what, lambda: self._checked(given))
         path = self.checkpoint.save(self._path(number))
         self._steps = [*(each for each in self._steps if each != number), number]
         surplus = len(self._steps) - (self.max_to_keep or len(self._steps))

@@ -118,7 +118,7 @@ class PreemptionCheckpointHandler:
         self._saved_in: float | None = None
         """How many seconds the first checkpoint of the grace period took."""
         self._before = {
-            number: signal.signal(number, self._notice) for number in self._config.signals
+            number: signal.signal(number, self._notice) for number in set(self._config.signals)
         }
 
     def _check_kind(self, given: Any) -> None:

@@ -13,6 +13,11 @@ from strategies.core.options import ReduceOp
 from strategies.core.values import Array, as_array
 
 
+def copied(gradients: Iterable[Gradient]) -> list[Gradient]:
+    """With copies of NumPy's arrays, which a step may overwrite."""
+    return [each.copy() if isinstance(each, np.ndarray) else each for each in gradients]
+
+
 class IndexedSlices:
     """Rows of a larger array: `values[i]` belongs to row `indices[i]`, and duplicates add up.
 

@@ -80,15 +80,14 @@ class DatasetWorker:
         membership: Membership | None = getattr(strategy, "membership", None)
         if membership is not None and not membership.ranks_of("data"):
             membership = None
-        together = strategy.communicator if agreed else None
-        with PropagatedErrors(membership.world if membership else together, "DatasetWorker"):
+        ranks = membership.world if membership else strategy.communicator
+        with PropagatedErrors(ranks, "DatasetWorker"):
             if not callable(make_dataset):
                 kind = type(make_dataset).__name__
                 raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
             credits = whole_number("credits", credits, 1)
         # As a waiting call, too: of ranks that never come.
         what = "DatasetWorker, whose arguments must be alike"
-        ranks = membership.world if membership else strategy.communicator
         refuse_differences(ranks, what, f"agreed={agreed}")
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None

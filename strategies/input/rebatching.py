@@ -92,10 +92,11 @@ def join_batches(dataset: Any, count: int) -> Iterable[Any]:
 class JoinedBatches:
     """A re-iterable of batches, each the concatenation of several batches of another dataset.
 
-    Files, seeds and options are those of the other dataset, so that it is sharded in the same way.
+    Files, seeds, samplers and options are those of the other dataset, so that it is sharded in the
+    same way.
     """
 
-    _FORWARDED = ("files", "is_shuffled", "options")
+    _FORWARDED = ("files", "is_shuffled", "options", "batch_sampler", "sampler")
     _TRANSFORMING = ("auto_shard", "with_seed")
 
     def __init__(self, dataset: Any, count: int) -> None:

@@ -104,15 +104,16 @@ def _fitted(gradient: Any, variable: Variable, position: int) -> Gradient:
     """The gradient in the variable's dtype."""
     dtype, shape = variable.dtype, variable.shape
     gpu = variable.storage.on_gpu
+    given = getattr(getattr(gradient, "values", gradient), "dtype", None)
+    kind = getattr(given, "kind", "")
+    if kind in _UNFIT or (kind == "c" and dtype.kind != "c"):
+        raise TypeError(
+            f"the gradient at position {position} is of {given}, and {variable} of {dtype}"
+        )
     if isinstance(gradient, IndexedSlices):
         if gpu:
             raise TypeError(f"{variable} lies on a GPU: its gradient can't be IndexedSlices")
         return gradient.fitted(shape, dtype, variable)
-    kind = getattr(getattr(gradient, "dtype", None), "kind", "")
-    if kind in _UNFIT or (kind == "c" and dtype.kind != "c"):
-        raise TypeError(
-            f"the gradient at position {position} is of {gradient.dtype}, and {variable} of {dtype}"
-        )
     try:
         array = as_array(gradient, "gradient", dtype, gpu=gpu)
     except (RuntimeError, ValueError) as error:

@@ -243,7 +243,7 @@ class Optimizer(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Its numbers, and what is yet to be restored: slots belong to the values."""
         absent = dict.fromkeys(("_fused", "series", "_action_of"))
-        return {**self.__dict__, **absent, "_slots": {}}
+        return {**self.__dict__, **absent, "_slots": {}, "_restored": self._restored.copy()}
 
     def _numbered_slots(self) -> dict[str, Storage]:
         return {

@@ -140,11 +140,16 @@ class Client:
         )
 
     def update(
-        self, optimizer: int, rule: UpdateRule, parts: Sequence[tuple[ShardInfo, Gradient]]
+        self,
+        optimizer: int,
+        steps: int,
+        rule: UpdateRule,
+        parts: Sequence[tuple[ShardInfo, Gradient]],
     ) -> None:
         """Apply an optimizer's rule to shards; all are on their way when it returns.
 
-        Every server counts the step, so that a rule finds the same number on each.
+        `steps` are those that this worker knows of. Every server counts the step, so that a rule
+        finds the same number on each.
         """
         pickled = pickle.dumps(rule, pickle.HIGHEST_PROTOCOL)
         by_server: list[list[tuple[ShardInfo, Gradient]]] = [[] for _ in range(self._rpc.servers)]
@@ -156,7 +161,7 @@ class Client:
             numbers = tuple(info.number for info in infos)
             sparse = tuple(isinstance(gradient, IndexedSlices) for gradient in gradients)
             arrays = [array for gradient in gradients for array in _arrays_of(gradient)]
-            request = Request("update", None, (optimizer, pickled, numbers, sparse))
+            request = Request("update", None, (optimizer, steps, pickled, numbers, sparse))
             pushes.append((server, infos, request, arrays))
         self._push(pushes)
 

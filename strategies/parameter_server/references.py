@@ -96,7 +96,8 @@ class ServedReferences(References):
     def _name_of(self, optimizer: Optimizer, notify_workers: NotifyWorkers) -> OptimizerName:
         number, state = self.client.number_of(optimizer), optimizer.__getstate__()
         self._optimizers[number] = optimizer
-        restored = state.pop("_restored")
+        del state["_restored"]
+        restored = vars(optimizer)["_restored"]
         if self._restored.get(number) is not restored:
             self._restored[number] = restored
             self._restores[number] += 1

@@ -144,6 +144,7 @@ class Server:
         self,
         call: Call,
         optimizer: int,
+        steps: int,
         rule: bytes,
         shards: tuple[int, ...],
         sparse: tuple[bool, ...],
@@ -152,10 +153,10 @@ class Server:
 
         For each shard the gradient is sent along, or row numbers and their gradients if sparse. A
         rule that fails on one shard is applied to the others all the same. A step that fails on all
-        of them doesn't count.
+        of them doesn't count. `steps` were taken before, some of them before a restart.
         """
         arrays, worker, failed = iter(call.arrays), self._index[call.source], 0
-        iteration = self._steps[optimizer] + 1
+        iteration = max(self._steps[optimizer], steps) + 1
         for number, is_sparse in zip(shards, sparse, strict=True):
             gradient = list(islice(arrays, 1 + is_sparse))
             try:

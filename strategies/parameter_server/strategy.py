@@ -14,7 +14,7 @@ from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
 from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.worker import across_replicas, serve_chief
-from strategies.core.indexed_slices import Gradient
+from strategies.core.indexed_slices import Gradient, copied
 from strategies.core.options import ReduceOp, RunOptions
 from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
@@ -215,10 +215,11 @@ class ParameterServerStrategy(Strategy):
             self.worker.push_gradients(optimizer, served)
         if own:
             # ON_READ variables: each worker has its own.
-            optimizer.update_clipped([grad for grad, _ in own], [value for _, value in own])
+            gradients = copied(grad for grad, _ in own)
+            optimizer.update_clipped(gradients, [value for _, value in own])
         else:
             optimizer.iterations += 1
-        if self.staleness is not None:
+        if self.staleness is not None and not self._keeps_its_own:
             self.worker.client.end_step()
 
     def distribute(self, model: Any, optimizer: Any, **options: Any) -> tuple[Any, Any]:

@@ -194,7 +194,9 @@ def _install(
         for parameter in trained:
             if id(parameter) not in served:
                 raise unknown_parameter(parameter)
-        found = [served[id(each)] for each in trained if each.requires_grad]
+        # A step changes what has a gradient, though it may be frozen since.
+        changed = [each for each in trained if each.requires_grad or each.grad is not None]
+        found = [served[id(each)] for each in changed]
         before[:] = [(each, each.array().copy()) for each in found]
 
     def after_step(*_: Any) -> None:

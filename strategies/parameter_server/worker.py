@@ -131,7 +131,8 @@ class Worker:
         for _, value in pairs:
             optimizer.slots_of(value, rule.slots)
         parts = [part for gradient, value in pairs for part in value.gradients_of(gradient)]
-        self.client.update(self.client.number_of(optimizer), rule, parts)
+        number = self.client.number_of(optimizer)
+        self.client.update(number, optimizer.iterations, rule, parts)
 
     # Announcements
 

@@ -68,11 +68,12 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int, position: int | None = None) -> None:
         """Iterate over this epoch next, without this rank's first `position` samples.
 
-        None: without those that a restored checkpoint has used of this epoch. TypeError for an
-        epoch that is no integer, ValueError below 0.
+        None: without those that a restored checkpoint has used of this epoch. TypeError for numbers
+        that are no integers, ValueError below 0.
         """
         if position is None:
             position = self._start if epoch == self.epoch else 0
+        position = whole_number("position", position, 0)
         self.epoch, self._counts_epochs = whole_number("epoch", epoch, 0), True
         self._go_on_at(position)
 

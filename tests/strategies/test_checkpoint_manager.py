@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strategies import Variable
+from strategies import Variable, VariableAggregation, VariableSynchronization
 from strategies.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from strategies.checkpoint.tensor_file import PARTIAL
 from tests.strategies.support import on_ranks, refusal, same_refusal
@@ -172,10 +172,16 @@ def test_between_ranks(comm, strategy, tmp_path):
     manager = CheckpointManager(Checkpoint(v=variable), directory, 2)
     paths = [manager.save() for _ in range(3)]
     assert manager.checkpoints == paths[1:]
+    with strategy.scope():
+        # Each rank has a part of its value.
+        rules = VariableSynchronization.ON_READ, VariableAggregation.SUM
+        steps = Variable(2, synchronization=rules[0], aggregation=rules[1])
+    paths.append(manager.save(steps))
+    assert paths[-1].endswith(f"-{int(steps.numpy())}.safetensors")
     comm.barrier()
     if comm.rank == 0:
         shutil.rmtree(directory)
         Path(directory).write_bytes(b"no directory any more")
     comm.barrier()
     same_refusal(comm, FileExistsError, "File exists", manager.save)
-    assert manager.checkpoints == paths[1:]
+    assert manager.checkpoints == paths[2:]

@@ -426,8 +426,10 @@ def test_what_one_rank_alone_gives(size):
             DatasetWorker.resolver(size if last else 1, communicator=comm)
         resolver = DatasetWorker.resolver(communicator=comm)
         strategy = MultiWorkerMirroredStrategy(resolver, communicator=comm)
-        with pytest.raises((MismatchError, ValueError), match="credits=0"):
-            DatasetWorker(strategy, lambda context: [], credits=0 if last else 1)
+        credits = 0 if last else 1
+        for agreed in (True, False):
+            with pytest.raises((MismatchError, ValueError), match="credits=0"):
+                DatasetWorker(strategy, lambda context: [], credits=credits, agreed=agreed)
         with pytest.raises(ValueError, match="agreed=True"):
             DatasetWorker(strategy, lambda context: [], agreed=last)
         DatasetWorker(strategy, lambda context: []).close()

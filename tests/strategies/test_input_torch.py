@@ -5,6 +5,9 @@ import copy
 import numpy as np
 import pytest
 
+from collectives import Communicator
+from collectives.transports import local
+from strategies import LocalSGDStrategy
 from strategies.input import InputOptions, TensorSpec
 from strategies.input.rebatching import rebatched
 from strategies.input.sources import shared_order
@@ -92,6 +95,17 @@ def test_a_random_order_is_the_chiefs(order):
     first = on_ranks(1, body)
     torch.manual_seed(5)
     assert on_ranks(1, body) == first
+
+
+def test_a_random_order_is_the_chiefs_under_local_sgd():
+    def body(transport):
+        with Communicator(transport, deadline=20) as comm:
+            strategy = LocalSGDStrategy(2, communicator=comm)
+            loader = data.DataLoader(examples(9), batch_size=2, shuffle=True)
+            dataset = strategy.experimental_distribute_dataset(loader)
+            return [int(row) for _, labels in dataset for row in labels]
+
+    assert sorted(row for rows in local.run(3, body) for row in rows) == list(range(9))
 
 
 def test_orders_that_are_not_shared():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import MismatchError
-from strategies import Variable, optimizers
+from strategies import IndexedSlices, Variable, optimizers
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 STEPS = 6
@@ -204,6 +204,24 @@ def test_what_is_no_learning_rate_is_refused():
 def test_integers_are_refused():
     arguments = (optimizers.SGD(0.5).apply_gradients, [(1.0, Variable(3))])
     refusal(TypeError, r"<Variable int32\[\]> holds integers", *arguments)
+
+
+def test_complex_gradients_of_real_variables_are_refused():
+    for gradient in (np.array([1j]), IndexedSlices(np.array([1j]), [0])):
+        apply = optimizers.SGD(0.5).apply_gradients
+        refusal(TypeError, "is of complex128, and", apply, [(gradient, Variable(np.ones(1)))])
+
+
+def test_a_copy_leaves_what_the_optimizer_has_restored():
+    def step(optimizer):
+        variable = Variable(np.zeros(1))
+        optimizer.apply_gradients([(np.ones(1), variable)])
+        return variable.numpy().tolist()
+
+    optimizer = optimizers.SGD(1.0, momentum=0.5)
+    restored = {"slots/0/velocity": np.array([-4.0]), "iterations": 3, "learning_rate": 1.0}
+    optimizer.restore_tensors(restored)
+    assert step(copy.copy(optimizer)) == step(optimizer) == [-3.0]
 
 
 # --- where ---------------------------------------------------------------------------------------

@@ -436,6 +436,34 @@ def test_adam_counts_the_updates_of_all_workers(comm):
             np.testing.assert_array_equal(saved[name], wanted[name], err_msg=name)
 
 
+def test_a_restored_count_of_steps_goes_on(comm):
+    """Of an optimizer without slots, by whose steps a schedule of the learning rate goes."""
+
+    def work(strategy):
+        variable, optimizer = Variable(ramp(0)), optimizers.SGD(0.1)
+        optimizer.restore_tensors({"iterations": 40, "learning_rate": 0.1})
+        together(strategy)
+        for _ in range(3):
+            strategy.run(optimizer.apply_gradients, args=([(ramp(1), variable)],))
+        strategy.worker.client.fence()
+        together(strategy)
+        return int(optimizer.saved_tensors()["iterations"])
+
+    assert set(run_workers(comm, 1, work)) == {40 + 3 * (comm.size - 1)}
+
+
+def test_the_callers_gradient_of_a_workers_own_variable_is_not_changed(comm):
+    def work(strategy):
+        own = Variable(np.ones(2), synchronization=on_read(), aggregation=summed())
+        gradient = np.ones(2)
+        optimizer = optimizers.SGD(0.5)
+        strategy.run(optimizer.apply_gradients, args=([(gradient, own)],))
+        assert own.local.tolist() == [0.5, 0.5]
+        return gradient.tolist()
+
+    assert run_workers(comm, 1, work)[0] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("server", ["near", "far"])
 def test_reads_never_return_half_of_a_change(comm, server):
     """The chief writes arrays of one number each; no rank may read two numbers in one array."""

@@ -11,15 +11,13 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
-import numpy as np
-
 from collectives import Communicator
 from collectives.scope import named_scope
 from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
-from strategies.core.indexed_slices import Gradient
+from strategies.core.indexed_slices import Gradient, copied
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Storage
 from strategies.core.values import Array
@@ -132,8 +130,7 @@ class LocalSGDStrategy(Strategy):
         """One step of this replica alone; at the end of a round all of them average."""
         stored = [variable.storage for variable in variables]
         self._averaging.begin_step(each for each in stored if isinstance(each, ReplicaStorage))
-        own = [each.copy() if isinstance(each, np.ndarray) else each for each in gradients]
-        optimizer.update(own, variables)
+        optimizer.update(copied(gradients), variables)
         self._end_step()
 
     def distribute(

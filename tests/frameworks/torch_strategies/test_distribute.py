@@ -471,6 +471,8 @@ def test_samplers(torch, comm):
     assert list(resumed) == whole[1:]
     running = iter(sampler)
     next(running)
+    with pytest.raises(ValueError, match="position=-1"):
+        sampler.set_epoch(0, -1)
     sampler.set_epoch(0, 1)
     assert len(list(running)) == len(whole) - 1
     assert list(sampler) == whole[1:]

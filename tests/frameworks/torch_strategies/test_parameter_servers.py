@@ -351,3 +351,29 @@ def test_other_ranks(torch, comm):
                 strategy.distribute(model, optimizer)
             strategy.shutdown()
     assert strategies.has_strategy() is False
+
+
+def test_a_parameter_that_is_frozen_with_a_gradient(torch, comm):
+    """torch's optimizers step it all the same."""
+
+    def work(strategy):
+        model = network(torch, 1)
+        model[1].bias.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        strategy.distribute(model, optimizer)
+        together(strategy)
+        sum((each * (number_of(strategy) + 1.0)).sum() for each in model.parameters()).backward()
+        model[1].bias.requires_grad_(False)
+        before = model[1].bias.detach().clone()
+        optimizer.step()
+        strategy.worker.client.fence()
+        together(strategy)
+        optimizer.zero_grad()
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+        model[1].bias.grad = torch.zeros_like(model[1].bias)
+        optimizer.step()
+        return (before - model[1].bias.detach()).numpy()
+
+    workers = comm.size - 1
+    for moved in run_workers(comm, 1, work):
+        np.testing.assert_allclose(moved, 0.1 * sum(range(1, workers + 1)), rtol=1e-5)
