@@ -275,6 +275,7 @@ LAZY = {
         "strategies/tensorflow/replica_context.py",
         "strategies/tensorflow/saving.py",
         "strategies/tensorflow/seeds.py",
+        "strategies/tensorflow/exchange.py",
         "strategies/tensorflow/served.py",
         "strategies/tensorflow/statistics.py",
         "strategies/tensorflow/strategy.py",

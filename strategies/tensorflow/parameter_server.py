@@ -15,9 +15,10 @@ from strategies import parameter_server
 from strategies.parameter_server import Partitioner
 from strategies.tensorflow import variables
 from strategies.tensorflow.cluster import resolver_of
+from strategies.tensorflow.exchange import Exchange
 from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.references import TensorReferences
-from strategies.tensorflow.served import CLASSES, Exchange, Place, ServedVariable
+from strategies.tensorflow.served import CLASSES, Place, ServedVariable
 from strategies.tensorflow.strategy import Strategy
 
 

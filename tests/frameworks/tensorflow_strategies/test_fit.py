@@ -1,5 +1,6 @@
 """Keras's `fit`, `evaluate` and `predict` equal one process where batches do not divide."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -77,6 +78,23 @@ def test_accumulation_and_loss_scales(tf, ds, strategy, equal_on_all):
 def test_steps_of_one_execution(tf, ds, strategy, equal_on_all):
     assert_as_alone(tf, ds, strategy, equal_on_all, steps_per_execution=2)
     assert_as_alone(tf, ds, strategy, equal_on_all, run_eagerly=True)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_the_end_of_data_is_no_step(tf, ds, comm):
+    """Keras looks for a further batch where it doesn't know that there is none."""
+    rows = np.ones((16, 3), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1]))
+    of_any_length = data.filter(lambda *_: True).batch(4)
+    for kind, given, steps in (
+        (ds.MultiWorkerMirroredStrategy, of_any_length, 4),
+        (functools.partial(ds.LocalSGDStrategy, 2), data.batch(4), 4 // comm.size),
+    ):
+        with kind(communicator=comm).scope():
+            model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(given, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations.numpy()) == 2 * steps
 
 
 def test_ranks_that_compile_or_end_differently(tf, strategy, comm):

@@ -1,5 +1,6 @@
 """ParameterServerStrategy on TensorFlow's variables: workers, each with its own script."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -244,6 +245,20 @@ def test_errors(tf, ds, comm):
                 strategy.run(call)
             with pytest.raises(tf.errors.InvalidArgumentError):
                 tf.function(lambda call=call: strategy.run(call))()
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(variable._primary), "assign", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                strategy.run(lambda: None)
+        strategy.run(lambda: None)
+        # A copy is this worker's own.
+        copied = copy.deepcopy(variable)
+        copied.assign_add([rank + 1.0, 0.0])
+        strategy.run(lambda: copied.assign_add([1.0, 0.0]))
+        np.testing.assert_array_equal(copied, [rank + 3.0, 2.0])
         together(strategy)
         # A step that failed has added nothing.
         np.testing.assert_array_equal(tf.function(lambda: variable + 0.0)(), [1.0, 2.0])
