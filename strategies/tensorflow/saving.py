@@ -50,7 +50,7 @@ def _strategy_of(checkpoint: Any) -> Any:
     for thing in trackable_view.TrackableView(checkpoint).descendants():
         # An attribute that TensorFlow's distributed values lack is read of the aggregate.
         holds = not isinstance(thing, tf.distribute.DistributedValues) and hasattr(thing, "_value")
-        variable = thing.value if holds else thing
+        variable = getattr(thing, "value", thing) if holds else thing
         strategy = getattr(variable, "_distribute_strategy", None)
         communicator = getattr(strategy, "communicator", None)
         if isinstance(communicator, Communicator) and communicator.size > 1:
@@ -95,11 +95,24 @@ def _by_one_writer(plain: Callable[..., str]) -> Callable[..., str]:
 
         written = call_on_all(communicator, "writing a checkpoint", write_one)
         path = str(communicator.broadcast_object(written))
-        if not chief:
+        callbacks = getattr(options, "experimental_write_callbacks", None)
+        if callbacks and not chief:
             with _silent():
-                for callback in getattr(options, "experimental_write_callbacks", None) or ():
-                    callback(path)
+                checkpoint_lib._execute_callbacks(callbacks, path)
         return path
+
+    return write
+
+
+def _synchronously(plain: Callable[..., str]) -> Callable[..., str]:
+    """Without TensorFlow's thread, whose collective calls would be beside the program's."""
+
+    @wraps(plain)
+    def write(self: Any, file_prefix: Any, options: Any = None) -> str:
+        if getattr(options, "enable_async", False) and _strategy_of(self) is not None:
+            options = copy.copy(options)
+            options.enable_async = options.experimental_enable_async_checkpoint = False
+        return plain(self, file_prefix, options)
 
     return write
 
@@ -177,6 +190,7 @@ def install() -> None:
     plain = saved_model.save_and_return_nodes
     saved_model.save_and_return_nodes = _once(plain, "export_dir", "tf.saved_model.save")
     kind = checkpoint_lib.Checkpoint
-    kind._write = _by_one_writer(kind._write)
+    kind.save = _synchronously(kind.save)
+    kind._write = _synchronously(_by_one_writer(kind._write))
     for name in ("update_checkpoint_state_internal", "_delete_file_if_exists"):
         setattr(checkpoint_management, name, _unless_silent(getattr(checkpoint_management, name)))

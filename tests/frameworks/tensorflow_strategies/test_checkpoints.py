@@ -49,6 +49,16 @@ def test_a_checkpoint(tf, ds, strategy, comm, folder):
         third = made(0.0)
         tf.train.Checkpoint(**third).read(alone).assert_existing_objects_matched()
     assert float(third["count"].numpy()) == total
+    # Written at once, not by a thread of TensorFlow's, beside an object of the program's own.
+    written, own = [], tf.Module()
+    own._value = tf.Variable(1.0)
+    options = tf.train.CheckpointOptions(
+        enable_async=True,
+        experimental_write_callbacks=[lambda: written.append(""), written.append],
+    )
+    path = tf.train.Checkpoint(own=own, **third).save(str(folder / "late"), options)
+    assert written == ["", path]
+    assert tf.train.load_checkpoint(path).has_tensor("count/.ATTRIBUTES/VARIABLE_VALUE")
 
 
 def test_a_manager(tf, strategy, comm, folder):
