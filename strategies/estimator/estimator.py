@@ -66,12 +66,12 @@ class Estimator:
         self.train_strategy = self.config.train_distribute or MultiWorkerMirroredStrategy()
         self._asynchronous = isinstance(self.train_strategy, ParameterServerStrategy)
         evaluates = OneDeviceStrategy("/cpu:0") if self._asynchronous else self.train_strategy
-        self._eval_strategy = self.config.eval_distribute or evaluates
+        self.eval_strategy = self.config.eval_distribute or evaluates
         given = self.config.model_dir if model_dir is None else os.fspath(model_dir)
         self.model_dir = given or ""
         if not serves(self.train_strategy):
             self.model_dir = self.train_strategy.chief_first(lambda: given or tempfile.mkdtemp())
-        self._models: dict[str, RestoredModel] = {}
+        self._models: dict[tuple[str, bool], RestoredModel] = {}
 
     def train(
         self,
@@ -120,7 +120,6 @@ class Estimator:
         end = None if count is None else first + count
         saving = kind(manager, first, end, every, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
-        restored.train_steps(count)
         together = None if self._asynchronous else strategy
         restored.model.fit(
             data,
@@ -144,7 +143,7 @@ class Estimator:
         steps: the number of batches of each replica; None: all of the data. checkpoint_path: None
         is the latest one; the model's first values where there is none. Collective.
         """
-        strategy = self._eval_strategy
+        strategy = self.eval_strategy
         with PropagatedErrors(strategy.communicator, "Estimator.evaluate"):
             refuse("evaluate", {"hooks": hooks}, "input_fn, steps, checkpoint_path")
             refuse_both(steps, None)
@@ -152,7 +151,7 @@ class Estimator:
         strategy.communicator.barrier(f"Estimator.evaluate, {steps=}, {given}")
         path = checkpoint_path or self._latest(strategy)
         step = step_of(path)
-        restored = self._model_of(ModeKeys.EVAL, strategy)
+        restored = self._model_of(ModeKeys.EVAL, strategy, path)
         data = self._distributed(strategy, input_fn, ModeKeys.EVAL)
         found = restored.model.evaluate(
             data,
@@ -173,7 +172,7 @@ class Estimator:
         """
         refuse("predict", {"hooks": hooks}, "input_fn, checkpoint_path")
         path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
-        restored = self._model_of(ModeKeys.PREDICT, None)
+        restored = self._model_of(ModeKeys.PREDICT, None, path)
         data = self._dataset(input_fn, tf.distribute.InputContext(), ModeKeys.PREDICT)
         return _rows(restored, path, data)
 
@@ -189,15 +188,21 @@ class Estimator:
         newest: str | None = strategy.chief_first(find)
         return newest
 
-    def _model_of(self, mode: str, strategy: Strategy | None) -> RestoredModel:
-        """The mode's own model, so that an evaluation may occur within `train`."""
-        if mode not in self._models:
+    def _model_of(
+        self, mode: str, strategy: Strategy | None, path: str | None = ""
+    ) -> RestoredModel:
+        """The mode's own model, so that an evaluation may occur within `train`.
+
+        One for what is restored, and one that keeps its first values.
+        """
+        kept = mode, path is None
+        if kept not in self._models:
             scope = nullcontext() if strategy is None else strategy.scope()
             known = {"params": self.params, "config": self.config}
             communicator = None if strategy is None else strategy.communicator
             with PropagatedErrors(communicator, "Estimator: model_fn"):
-                self._models[mode] = RestoredModel(lambda: _call(self._model_fn, known), scope)
-        return self._models[mode]
+                self._models[kept] = RestoredModel(lambda: _call(self._model_fn, known), scope)
+        return self._models[kept]
 
     def _distributed(self, strategy: Strategy, input_fn: InputFunction, mode: str) -> Any:
         return strategy.distribute_datasets_from_function(

@@ -5,7 +5,6 @@ A checkpoint of step 20 is called `model.ckpt-20`, as those of `tf.estimator`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -44,19 +43,10 @@ class RestoredModel:
                 " it has compiled"
             )
         self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.model.optimizer)
-        self._steps_per_execution = self.model.steps_per_execution
+        # Keras counts those of an execution that the data end within as whole.
+        self.model.steps_per_execution = 1
         self.user: object = None
         """Of several that restore other checkpoints in turn: the one that did it last."""
-
-    def train_steps(self, count: int | None) -> None:
-        """Have `fit` train no more than `count` steps.
-
-        `steps_per_execution`, the model's own at most, becomes a divisor of `count`.
-        """
-        together = math.gcd(self._steps_per_execution, count or 0)
-        if together != self.model.steps_per_execution:
-            self.model.steps_per_execution = together
-            self.model.train_function = None
 
     def restore(self, path: str | None) -> None:
         """Restore a model that is built; nothing without a path.
@@ -108,7 +98,7 @@ class Saving(keras.callbacks.Callback):
         self._first = self._step = self._last = first
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the steps: with `steps_per_execution` there may be several."""
+        """Count the step."""
         self._advance(self._first + batch + 1)
 
     def _advance(self, step: int) -> None:

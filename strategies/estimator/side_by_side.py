@@ -30,6 +30,12 @@ def train_and_evaluate(
     if isinstance(strategy, ParameterServerStrategy) and strategy.is_server:
         strategy.serve()
         return {}, []
+    asynchronous = isinstance(strategy, ParameterServerStrategy)
+    if asynchronous and estimator.eval_strategy.communicator.size > 1:
+        raise ValueError(
+            "eval_distribute has several ranks, and with a ParameterServerStrategy the chief alone"
+            " evaluates: must be a OneDeviceStrategy, or None"
+        )
     found: dict[str, Any] = {}
 
     def evaluated() -> dict[str, Any]:
@@ -37,7 +43,7 @@ def train_and_evaluate(
         return found
 
     estimator.train_between(train_spec.input_fn, None, train_spec.max_steps, evaluated)
-    if isinstance(strategy, ParameterServerStrategy):
+    if asynchronous:
         # The chief alone has evaluated, unless training was over before.
         return strategy.chief_first(lambda: found or evaluated()), []
     return found or evaluated(), []

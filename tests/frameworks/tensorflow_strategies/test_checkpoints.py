@@ -56,6 +56,7 @@ def test_a_checkpoint(tf, ds, strategy, comm, folder):
         enable_async=True,
         experimental_write_callbacks=[lambda: written.append(""), written.append],
     )
+    tf.train.Checkpoint(own=own).write(str(folder / f"own{comm.rank}"))
     path = tf.train.Checkpoint(own=own, **third).save(str(folder / "late"), options)
     assert written == ["", path]
     assert tf.train.load_checkpoint(path).has_tensor("count/.ATTRIBUTES/VARIABLE_VALUE")

@@ -114,6 +114,19 @@ def test_train_and_evaluate(tf, ds, estimator, comm, folder, equal_on_all):
     own = next(iter(batches_of(tf, comm.rank, comm.size)))[0]
     assert [each.keys() for each in rows] == [{"out"}] * ROWS
     np.testing.assert_allclose([each["out"] for each in rows], alone(own), atol=1e-5)
+    # No execution of several steps counts those that the data end within.
+    third.train(lambda: batches_of(tf, comm.rank, comm.size).take(2))
+    assert third.latest_checkpoint().endswith("model.ckpt-14")
+    # Without a checkpoint the model has its first values, though another one was restored.
+    path, empty = third.latest_checkpoint(), folder / "empty"
+    fourth = estimator.Estimator(lambda: made(tf.keras), str(empty), third.config)
+    found = [
+        fourth.evaluate(lambda: batches_of(tf, comm.rank, comm.size), 2, None, each)
+        for each in (None, path, None)
+    ]
+    assert found[0] == found[2]
+    assert found[0]["mae"] != found[1]["mae"]
+    assert [each["global_step"] for each in found] == [0, 14, 0]
 
 
 @pytest.mark.slow
