@@ -27,6 +27,9 @@ from strategies.tensorflow.statistics import execute_if
 from strategies.tensorflow.strategy import Strategy
 from strategies.tensorflow.variables import CLASSES, summed_by_optimizer
 
+# Of a variable that a rank has no more.
+_GONE = -1
+
 
 class LocalSGDStrategy(Strategy):
     """Independent training, in which variables are averaged every N steps or T seconds.
@@ -179,26 +182,29 @@ class LocalExtended(CollectiveExtended):
 
     def average(self) -> None:
         """Average all variables that training changes over the ranks, and begin a new round."""
-        trained = self._trained()
+        members, count = self._members(), len(self._variables)
+        places, trained = [place for place, _ in members], [each for _, each in members]
         own = [each._primary.read_value() for each in trained]
 
         def call(steps: Array, *given: Array) -> list[Any]:
             *arrays, had_empty = given
             self._rounds.step(int(steps))
-            flags = [each.outer_changed for each in trained]
+            flags = np.full(count, _GONE)
+            flags[places] = [each.outer_changed for each in trained]
             own = np.array([[self._rounds.proposal(), steps, *flags]])
             proposals, taken, *changed = self.operations.communicator.all_gather(own).T.tolist()
             self._rounds.begin(proposals)
-            outer = self._outer if any(taken) else None
-            chosen = [outer is not None and any(each) for each in changed]
-            began = [] if outer is None else outer.values_of(trained, arrays, chosen)
-            means = self._replication.all_reduce_arrays([*arrays, *began], ReduceOp.MEAN)
-            count = len(arrays)
-            means, began = means[:count], means[count:]
-            self._replace_nan(trained, arrays, means, bool(had_empty))
-            if outer is not None:
-                means = outer.step(trained, arrays, means, chosen, began)
-            return [np.int64(self._rounds.length), *means]
+            kept = [at for at, place in enumerate(places) if _GONE not in changed[place]]
+            means = self._averaged(
+                [trained[at] for at in kept],
+                [arrays[at] for at in kept],
+                [any(changed[places[at]]) for at in kept],
+                taken=any(taken),
+                had_empty=bool(had_empty),
+            )
+            for at, mean in zip(kept, means, strict=True):
+                arrays[at] = mean
+            return [np.int64(self._rounds.length), *arrays]
 
         values = [self._steps.read_value(), *own, self._had_empty.read_value()]
         shapes = [each.shape for each in values[:-1]]
@@ -208,6 +214,25 @@ class LocalExtended(CollectiveExtended):
         self._length.assign(length)
         for variable, value in zip(trained, averaged, strict=True):
             variable._primary.assign(value)
+
+    def _averaged(
+        self,
+        trained: list[Any],
+        arrays: list[Array],
+        changed: list[bool],
+        *,
+        taken: bool,
+        had_empty: bool,
+    ) -> list[Array]:
+        """The new values of variables that all ranks have; `taken`: any has taken steps."""
+        outer = self._outer if taken else None
+        chosen = [outer is not None and each for each in changed]
+        began = [] if outer is None else outer.values_of(trained, arrays, chosen)
+        means = self._replication.all_reduce_arrays([*arrays, *began], ReduceOp.MEAN)
+        count = len(arrays)
+        means, began = means[:count], means[count:]
+        self._replace_nan(trained, arrays, means, had_empty)
+        return means if outer is None else outer.step(trained, arrays, means, chosen, began)
 
     def _replace_nan(
         self, trained: list[Any], own: list[Array], means: list[Array], had_empty: bool
@@ -221,9 +246,16 @@ class LocalExtended(CollectiveExtended):
                 means[number] = np.asarray(total / self._size, total.dtype)
 
     def _trained(self) -> list[Any]:
-        made = [reference() for reference in self._variables]
-        present = [each for each in made if each is not None]
-        return [each for each in present if each.trainable or each.is_statistic]
+        return [each for _, each in self._members()]
+
+    def _members(self) -> list[tuple[int, Any]]:
+        """The variables that training changes, with their numbers, which are equal on all ranks.
+
+        Each rank's garbage collector decides when those of a model that was dropped are gone.
+        """
+        made = enumerate(reference() for reference in self._variables)
+        present = [(place, each) for place, each in made if each is not None]
+        return [member for member in present if member[1].trainable or member[1].is_statistic]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         return distribute_whole_batches(self, dataset, options)

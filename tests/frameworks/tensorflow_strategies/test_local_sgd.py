@@ -1,6 +1,7 @@
 """LocalSGDStrategy on TensorFlow's variables."""
 
 import functools
+import gc
 import operator
 
 import numpy as np
@@ -167,6 +168,24 @@ def test_outer_optimizer(tf, ds, comm, traced):
     strategy.synchronize()  # without steps it changes nothing
     np.testing.assert_allclose(layer.kernel.numpy(), np.full((3, 1), value))
     assert outer.iterations == 2
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_variable_that_one_rank_has_dropped(tf, ds, comm, outer):
+    """Each rank's garbage collector decides when those of a model are gone."""
+    optimizer_of_rounds = strategies.optimizers.SGD(1.0) if outer else None
+    strategy = ds.LocalSGDStrategy(1, outer_optimizer=optimizer_of_rounds, communicator=comm)
+    with strategy.scope():
+        dropped, weights = tf.Variable([5.0]), tf.Variable([0.0, 0.0])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+    if comm.rank == 0:
+        del dropped
+        gc.collect()
+    gradient = tf.fill([2], -1.0 - comm.rank)
+    for traced in (False, True):
+        step = functools.partial(optimizer.apply_gradients, [(gradient, weights)])
+        strategy.run(tf.function(step) if traced else step)
+    np.testing.assert_allclose(weights.numpy(), [comm.size + 1.0] * 2)
 
 
 # What is done in the middle of a round, and what the round then gives, of the mean of 1 + rank.
