@@ -17,7 +17,7 @@ from strategies.core.storage import LocalStorage
 from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 from strategies.tensorflow.operations import Operations
-from strategies.tensorflow.variables import ReplicatedVariable
+from strategies.tensorflow.variables import ReplicatedVariable, added_by_keras
 
 
 def _own(value: Any) -> Any:
@@ -40,8 +40,15 @@ class AveragedVariable(ReplicatedVariable):
     """A TensorFlow variable by which changes outside of steps are applied to that value."""
 
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
-        """As of `tf.Variable`; outside of `run` the round began with this value."""
-        self._change_outer(lambda copy: copy.assign(_own(value)))
+        """As of `tf.Variable`; outside of `run` the round began with this value.
+
+        What Keras's `assign_add` or `assign_sub` assigns is added to what it began with.
+        """
+        addend = None if self.outer_value is None else added_by_keras(self)
+        if addend is None:
+            self._change_outer(lambda copy: copy.assign(_own(value)))
+        else:
+            self._change_outer(lambda copy: copy.assign_add(addend))
         return super().assign(value, *options, **named)
 
     def assign_add(self, value: Any, *options: Any, **named: Any) -> Any:

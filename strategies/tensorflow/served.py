@@ -70,7 +70,6 @@ class ServedVariable(ReplicatedVariable):
             return super().assign(value, use_locking, name, read_value)
         addend = added_by_keras(self)
         if addend is not None:
-            addend = tf.broadcast_to(tf.cast(addend, self.dtype), self.shape)
             self._change(assign_add, addend, lambda: super(ServedVariable, self).assign(value))
         else:
             self._change(assign, value, lambda: super(ServedVariable, self).assign(value))

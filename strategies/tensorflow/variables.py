@@ -229,14 +229,18 @@ def _assigning_module() -> str:
 
 
 def added_by_keras(variable: Any) -> Any:
-    """What Keras's `assign_add` or `assign_sub`, which assign the sum, adds; None elsewhere."""
+    """What Keras's `assign_add` or `assign_sub`, which assign the sum, adds; None elsewhere.
+
+    In the variable's shape and dtype.
+    """
     holder = None if variable.keras_variable is None else variable.keras_variable()
     for frame in islice(callers(), _FRAMES):
         module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
         if module == _KERAS_COMMON and name in ("assign_add", "assign_sub"):
             if holder is None or frame.f_locals.get("self") is not holder:
                 return None
-            addend = tf.convert_to_tensor(frame.f_locals["value"])
+            addend = tf.cast(frame.f_locals["value"], variable.dtype)
+            addend = tf.broadcast_to(addend, variable.shape)
             return addend if name == "assign_add" else -addend
     return None
 

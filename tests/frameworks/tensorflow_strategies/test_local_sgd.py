@@ -233,28 +233,31 @@ def test_outer_values_of_any_shape(tf, ds, comm):
 
 
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("kind", ["tensorflow", "keras"])
 def test_values_that_are_changed_within_a_round_of_an_outer_optimizer(
-    tf, ds, comm, tmp_path, traced
+    tf, ds, comm, tmp_path, kind, traced
 ):
     strategy = ds.LocalSGDStrategy(
         4, outer_optimizer=strategies.optimizers.SGD(0.5), communicator=comm
     )
     with strategy.scope():
-        weights = tf.Variable([1.0])
+        weights = tf.Variable([1.0]) if kind == "tensorflow" else tf.keras.Variable([1.0])
         optimizer = tf.keras.optimizers.SGD(1.0)
         optimizer.build([weights])
-    checkpoint = tf.train.Checkpoint(weights=weights)
+    checkpoint = tf.train.Checkpoint(weights=weights if kind == "tensorflow" else weights.value)
     path = checkpoint.write(str(tmp_path / "checkpoint"))
 
     def step():
         optimizer.apply_gradients([(tf.fill([1], -1.0 - comm.rank), weights)])
 
     for name, (change, expected) in CHANGES.items():
-        act = tf.function(change) if traced and name != "restore" else change
+        act = functools.partial(change, weights, checkpoint, path)
+        if traced and name != "restore":
+            act = tf.function(act)
         weights.assign([5.0])
         for number in range(4):
             if number == 2:
-                act(weights, checkpoint, path)
+                act()
             strategy.run(step)
         given = comm.all_gather(weights.numpy())
         np.testing.assert_allclose(given, expected((comm.size + 1) / 2), err_msg=name)
