@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _add_problem(parser)
     _add_method(parser)
     options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options.given = [each for each in given if each != options.collective]
     try:
         check_sizes(options)
     except ValueError as error:

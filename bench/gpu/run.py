@@ -94,8 +94,8 @@ def _section(
 
 
 def _command(comm: collectives.Communicator, options: argparse.Namespace) -> str:
-    given = f"--dtype {options.dtype.name} --op {options.op} --repeats {options.repeats}"
-    return f"mpirun -n {comm.size} python -m bench.gpu {options.collective} {given}"
+    given = [options.collective, *options.given]
+    return f"mpirun -n {comm.size} python -m bench.gpu {' '.join(given)}"
 
 
 def _report(

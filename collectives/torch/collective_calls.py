@@ -154,6 +154,7 @@ class CollectiveCalls:
                         f"reduce_scatter: this rank's input has {own.numel()} elements and the"
                         f" output {output.numel()}: must have equally many"
                     )
+                self.comm.barrier(f"reduce_scatter of {lengths} elements")
                 self.all_reduce([flat], op)
                 output.detach().copy_(own.reshape(output.shape))
 

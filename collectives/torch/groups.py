@@ -28,8 +28,8 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
 
     Raises BackendUnavailableError if MPI was initialized for calls of one thread, ValueError where
     torch's ranks are not MPI's or the members' lists differ, LaunchError where MPI can't start,
-    DeadlineExceededError if a rank does not start, and a DistStoreError if a member does not create
-    the group, within the timeout.
+    DeadlineExceededError if a rank does not start, or a member does not create the group, within
+    the timeout.
     """
     if not options.global_ranks_in_group:
         seconds = options.timeout.total_seconds()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from collectives.errors import DeadlineExceededError
+
 _CLOSING = "closing"
-_PROPOSALS, _DECISION = "proposals to close", "decision to close"
 _POLL_SECONDS = 1e-3
 _SHORTEST_WAIT = 0.1
 _PAUSE_SECONDS = 1.0
@@ -30,14 +31,25 @@ class Members:
         self._closes = False
 
     def await_creation(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        """Wait until every member creates the group; DistStoreError after the timeout.
+        """Wait until every member creates the group, or DeadlineExceededError after the timeout.
 
-        MPI, which creates its communicators together, has no deadline. ValueError if another member
-        creates it of other ranks than these.
+        MPI, which creates its communicators together, has no deadline. A member that comes later
+        than another's timeout raises, too. ValueError if another member creates it of other ranks
+        than these.
         """
         names = [self._key(f"created by {rank}") for rank in range(self._size)]
         self._store.set(names[self._rank], str(list(ranks)))
-        self._store.wait(names, timeout)
+        late = []
+        try:
+            self._store.wait(names, timeout)
+        except RuntimeError:
+            every = zip(ranks, names, strict=True)
+            late = [rank for rank, name in every if not self._store.check([name])]
+        if not self._decide("create", not late):
+            reason = f"ranks {late} have not created it within {timeout.total_seconds():g} s"
+            if not late:
+                reason = "another of these ranks has waited for its timeout, and gave up"
+            raise DeadlineExceededError(f"a group of ranks {list(ranks)}: {reason}", tuple(late))
         for name in names:
             given = self._store.get(name).decode()
             if given != str(list(ranks)):
@@ -80,19 +92,20 @@ class Members:
         while True:
             ended = self.have_ended(None)
             if self._store.add(self._key(_CLOSING), 0) == self._size:
-                return self._decide("yes")
+                return self._decide("close", True)
             if ended:
-                return self._decide("no")
+                return self._decide("close", False)
             if time.monotonic() > limit:
                 Members._gave_up = time.monotonic()
-                return self._decide("no")
+                return self._decide("close", False)
             time.sleep(_POLL_SECONDS)
 
-    def _decide(self, proposal: str) -> bool:
+    def _decide(self, what: str, proposal: bool) -> bool:
         """The first member's proposal holds for all."""
-        if self._store.add(self._key(_PROPOSALS), 1) == 1:
-            self._store.set(self._key(_DECISION), proposal)
-        return bool(self._store.get(self._key(_DECISION)) == b"yes")
+        decision = self._key(f"decision to {what}")
+        if self._store.add(self._key(f"proposals to {what}"), 1) == 1:
+            self._store.set(decision, "yes" if proposal else "no")
+        return bool(self._store.get(decision) == b"yes")
 
     def _key(self, name: str) -> str:
         return f"{self._session}{name}"

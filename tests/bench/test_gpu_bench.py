@@ -47,6 +47,7 @@ def test_the_bars_alone_or_one_collective_alone():
     assert (parse(["bars"]).collectives, parse(["bars"]).bars) == ([], True)
     chosen = parse(["all_gather", "--sizes", "8,1M", "--dtype", "float16", "--repeats", "3"])
     assert (chosen.collectives, chosen.bars) == (["all_gather"], False)
+    assert chosen.given[:2] == ["--sizes", "8,1M"]
     chosen.collective = "all_gather"
     assert [problem.nbytes for problem in problems(chosen, 4)] == [8, 1 << 20]
 

@@ -342,6 +342,31 @@ def test_a_receive_from_a_rank_that_has_left_ends_soon(torch, dist, comm, source
     comm.barrier()
 
 
+def test_a_group_that_a_member_creates_too_late(torch, dist, comm):
+    """A member that has given up isn't waited for by the late one."""
+    late = comm.rank == comm.size - 1
+    store = dist.distributed_c10d._get_default_store()
+    if late:
+        store.wait([f"{rank} gave up" for rank in range(comm.rank)], timedelta(seconds=20))
+    text = "gave up" if late else rf"ranks \[{comm.size - 1}\] have not created it within 0.3 s"
+    with pytest.raises(collectives.DeadlineExceededError, match=text):
+        dist.new_group(timeout=timedelta(seconds=0.3))
+    store.set(f"{comm.rank} gave up", "")
+    dist.barrier()
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+
+
+def test_parts_of_other_lengths_on_a_rank(torch, dist, comm):
+    lengths = [1, 2, 3][: comm.size]
+    if comm.rank == 0:
+        lengths = [2, 1, 3][: comm.size]
+    output = torch.zeros(lengths[comm.rank])
+    with pytest.raises(collectives.MismatchError, match=r"reduce_scatter of \[2, 1.*elements"):
+        dist.reduce_scatter(output, [torch.ones(each) for each in lengths])
+
+
 def test_members_of_which_nothing_can_be_known(torch, dist):
     """The rank that served the store has ended: a receive from another one goes on."""
     from collectives.torch.members import Members
