@@ -160,7 +160,7 @@ class Mailbox:
         return self._refusal is not None
 
     def present(self, peer: int) -> bool:
-        """False once a rank has closed its mailbox or died: no more messages follow."""
+        """False once a rank has died, or `receive` has found its mailbox closed: no more follow."""
         peer = check_index("peer", peer, self.size)
         return peer not in self._ended and self.alive(peer)
 
