@@ -15,6 +15,7 @@ from collectives.messaging.remote_error import Failure
 from collectives.shm.seqlock import ArrayAddress
 from strategies.base.membership import Membership
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
+from strategies.core.values import whole_number
 
 
 class ShardInfo(NamedTuple):
@@ -92,3 +93,12 @@ def validate_roles(config: TFConfig) -> None:
         )
     if not jobs.get("worker") and not jobs.get("chief"):
         raise ValueError(f"the cluster has no job worker, but {list(jobs)}: a job must train")
+
+
+def checked_staleness(staleness: int | None, variable_partitioner: Any) -> int | None:
+    """A strategy's staleness; TypeError or ValueError for that or a partitioner that is wrong."""
+    if variable_partitioner is not None and not callable(variable_partitioner):
+        raise TypeError(
+            f"variable_partitioner={variable_partitioner!r}: must be a function, or None"
+        )
+    return None if staleness is None else whole_number("staleness", staleness, 0)

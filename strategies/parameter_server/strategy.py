@@ -16,13 +16,14 @@ from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient, copied
 from strategies.core.options import ReduceOp, RunOptions
-from strategies.core.same_error import refuse_differences
+from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.core.storage import Storage
-from strategies.core.values import Array, whole_number
+from strategies.core.values import Array
+from strategies.core.world import world_of
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
-from strategies.parameter_server.requests import Roles, validate_roles
+from strategies.parameter_server.requests import Roles, checked_staleness, validate_roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.storage import ServedStorage, ShardedVariable, SplitStorage
 from strategies.parameter_server.worker import Worker
@@ -65,11 +66,8 @@ class ParameterServerStrategy(Strategy):
         staleness: int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise TypeError(
-                f"variable_partitioner={variable_partitioner!r}: must be a function, or None"
-            )
-        self.staleness = None if staleness is None else whole_number("staleness", staleness, 0)
+        with PropagatedErrors(world_of(communicator), "ParameterServerStrategy"):
+            self.staleness = checked_staleness(staleness, variable_partitioner)
         self.membership = join_cluster(communicator, cluster_resolver, validate_roles)
         self.roles = Roles.of(self.membership)
         world = self.membership.world

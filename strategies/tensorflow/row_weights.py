@@ -33,7 +33,8 @@ class RowWeights:
         communicator = self._replication.communicator
         if not self._usual:
             self._usual = max(1, communicator.all_reduce(rows, "max"))
-        share = np.array([rows / self._usual], np.float32)
+        precise = any(each.dtype == np.float64 for each in arrays[:count])
+        share = np.array([rows / self._usual], np.float64 if precise else np.float32)
         given = [*arrays, share]
         if rows != self._usual:
             given[:count] = [weighted(each, share[0]) for each in arrays[:count]]

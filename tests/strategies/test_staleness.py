@@ -5,10 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from collectives import DeadlineExceededError
+from collectives import DeadlineExceededError, MismatchError
 from strategies import Variable, optimizers
+from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.server import Clock
-from tests.strategies.parameter_servers import number_of, run_workers, together
+from tests.strategies.parameter_servers import number_of, resolver_of, run_workers, together
 
 STEPS = 12
 
@@ -105,3 +106,15 @@ def test_waiting_obeys_the_deadline_and_names_the_slow(comm):
         return True
 
     assert all(run_workers(comm, 1, work, staleness=0))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [({"staleness": -1}, "staleness=-1"), ({"variable_partitioner": 3}, "must be a function, or")],
+)
+def test_a_wrong_argument_of_one_rank_is_an_error_on_every_rank(comm, wrong, text):
+    given = wrong if comm.rank == comm.size - 1 else {}
+    with pytest.raises((MismatchError, TypeError, ValueError), match=text):
+        ParameterServerStrategy(resolver_of(comm.rank, comm.size, 1), communicator=comm, **given)
