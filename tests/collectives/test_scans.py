@@ -55,7 +55,7 @@ def test_every_op_and_dtype(comm):
     assert scans(comm)
 
 
-@pytest.mark.parametrize("size", [1, 5, *slow(2, 8)])
+@pytest.mark.parametrize("size", [1, 3, *slow(2, 5, 8)])
 def test_between_threads(size):
     assert all(run(size, lambda transport: scans(collectives.Communicator(transport, deadline=30))))
 

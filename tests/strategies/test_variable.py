@@ -8,6 +8,7 @@ import pytest
 
 from collectives import DtypeMismatchError, ShapeMismatchError
 from strategies import Variable, VariableAggregation, VariableSynchronization, get_strategy
+from tests.slow import slow
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 ENUMS = [
@@ -24,7 +25,7 @@ def test_the_enums_are_tensorflows(enum, values):
 # --- creation ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, *slow(2, 4)])
 @pytest.mark.parametrize("form", [np.asarray, np.ndarray.tolist, lambda value: lambda: value])
 def test_the_chiefs_initial_value_counts_on_every_rank(size, form):
     def body(strategy):
