@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +96,7 @@ def _section(
 
 def _command(comm: collectives.Communicator, options: argparse.Namespace) -> str:
     given = [options.collective, *options.given]
-    return f"mpirun -n {comm.size} python -m bench.gpu {' '.join(given)}"
+    return f"mpirun -n {comm.size} python -m bench.gpu {shlex.join(given)}"
 
 
 def _report(

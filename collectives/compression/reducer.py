@@ -95,7 +95,9 @@ class CompressedReducer:
             # The other ranks raise, too, if this is not so on all.
             self._communicator.barrier(f"CompressedReducer.all_reduce_many: {error}")
             raise
-        self._communicator.barrier(f"{known.text}, step {known.steps}")
+        # Two texts, which recur: no rank is more than one step ahead.
+        turn = "odd" if known.steps % 2 else "even"
+        self._communicator.barrier(f"{known.text}, {turn} step")
         # After the only barrier, which ranks that know the list and ranks that don't make alike.
         self._lists[of] = self._last = known
         self._keep_deadline()

@@ -219,7 +219,7 @@ def _reduce_many_later(comm: Communicator, request: Request) -> None:
 
 def _reduce_gradients(comm: Communicator, request: Request) -> None:
     gradients = _gradients.get(request.optimizer)
-    gone = "" if gradients else ", whose DistributedOptimizer this rank keeps no more"
+    gone = "" if gradients is not None else ", whose DistributedOptimizer this rank keeps no more"
     comm.barrier(f"{request}{gone}")
     assert gradients is not None
     gradients.add_zeros()

@@ -149,12 +149,14 @@ class CollectiveCalls:
                 self._reduce_scatter(output, flat, op)
             else:
                 own = flat.split(lengths)[self.comm.rank]
-                if own.numel() != output.numel():
+                alike = own.numel() == output.numel()
+                into = "" if alike else f" into {output.numel()}"
+                self.comm.barrier(f"reduce_scatter of {lengths} elements{into}")
+                if not alike:
                     raise ValueError(
                         f"reduce_scatter: this rank's input has {own.numel()} elements and the"
                         f" output {output.numel()}: must have equally many"
                     )
-                self.comm.barrier(f"reduce_scatter of {lengths} elements")
                 self.all_reduce([flat], op)
                 output.detach().copy_(own.reshape(output.shape))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from collectives.communicator import Communicator
-from collectives.errors import BackendUnavailableError, LaunchError
+from collectives.errors import BackendUnavailableError, DeadlineExceededError, LaunchError
 from collectives.launching.start import session, start_mpi, start_through
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.members import Members
@@ -19,6 +20,9 @@ from collectives.world import world
 
 # MPI guarantees tags up to 32767.
 _TAGS = 1 << 15
+
+_given_up: Counter[str] = Counter()
+"""How often a group was not created in time, by torch's name: the next attempt has other keys."""
 
 
 def create(backend: str, options: Any) -> CollectivesProcessGroup:
@@ -40,7 +44,8 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
             "MPI was initialized without MPI_THREAD_MULTIPLE, which the threads of a group need:"
             " leave `mpi4py.rc.thread_level` as it is"
         )
-    members = Members(options.store, options.group_rank, options.group_size, session())
+    attempt = f"{session()}{_given_up[options.group_id]}/"
+    members = Members(options.store, options.group_rank, options.group_size, attempt)
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         ranks = list(range(whole.size))
@@ -50,7 +55,11 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
             f"a group of ranks {ranks}: MPI has a world of {whole.size}. Without mpirun the first"
             ' group must be of all ranks, as init_process_group("collectives") makes it'
         )
-    members.await_creation(ranks, options.timeout)
+    try:
+        members.await_creation(ranks, options.timeout)
+    except DeadlineExceededError:
+        _given_up[options.group_id] += 1
+        raise
     # Ranks that are not members make no call: a number of groups would differ between ranks.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
     mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)

@@ -4,6 +4,10 @@ Open MPI frees there the windows that are left, in the order of its table, and e
 its ranks. Two ranks with two windows in another order would wait for each other for ever. A new
 window takes the first free place of the table. Therefore a freed one leaves no place free: one of
 this process alone takes it, until those after it are freed.
+
+The order may still differ where the program frees windows of its own, and where one thread makes a
+window while another makes or frees one; asynchronous calls make theirs in a thread, but free them
+before the program ends.
 """
 
 from __future__ import annotations

@@ -191,7 +191,11 @@ class DatasetWorker:
         return self._client.next_epoch() if self._servers else self._own_batches()
 
     def _own_batches(self) -> Generator[Any, None, None]:
-        yield from islice(iterate(self._dataset()), self._ranks.rank, None, self._ranks.size)
+        context = getattr(self._strategy, "input_context", None)  # of parameter servers
+        place = self._ranks.rank, self._ranks.size
+        if context is not None:
+            place = context.input_pipeline_id, context.num_input_pipelines
+        yield from islice(iterate(self._dataset()), place[0], None, place[1])
 
     def close(self) -> None:
         """Take no more batches; the data task goes on without this rank. Again, it does nothing.

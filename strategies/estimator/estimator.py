@@ -151,7 +151,7 @@ class Estimator:
         strategy.communicator.barrier(f"Estimator.evaluate, {steps=}, {given}")
         path = checkpoint_path or self._latest(strategy)
         step = step_of(path)
-        restored = self._model_of(ModeKeys.EVAL, strategy, path)
+        restored = self._model_of(ModeKeys.EVAL, strategy, restores=path is not None)
         data = self._distributed(strategy, input_fn, ModeKeys.EVAL)
         found = restored.model.evaluate(
             data,
@@ -172,7 +172,7 @@ class Estimator:
         """
         refuse("predict", {"hooks": hooks}, "input_fn, checkpoint_path")
         path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
-        restored = self._model_of(ModeKeys.PREDICT, None, path)
+        restored = self._model_of(ModeKeys.PREDICT, None, restores=path is not None)
         data = self._dataset(input_fn, tf.distribute.InputContext(), ModeKeys.PREDICT)
         return _rows(restored, path, data)
 
@@ -189,13 +189,13 @@ class Estimator:
         return newest
 
     def _model_of(
-        self, mode: str, strategy: Strategy | None, path: str | None = ""
+        self, mode: str, strategy: Strategy | None, *, restores: bool = True
     ) -> RestoredModel:
         """The mode's own model, so that an evaluation may occur within `train`.
 
         One for what is restored, and one that keeps its first values.
         """
-        kept = mode, path is None
+        kept = mode, restores
         if kept not in self._models:
             scope = nullcontext() if strategy is None else strategy.scope()
             known = {"params": self.params, "config": self.config}

@@ -17,8 +17,9 @@ def train_and_evaluate(
     Returns the metrics of the last evaluation, and an empty list in place of exporters' results.
     The ranks that train also evaluate. With a ParameterServerStrategy the chief alone evaluates,
     while the other workers train on, `max_steps` counts the steps of all workers, and ranks of the
-    job ps serve: they return when the workers have ended, without metrics. A task of job evaluator
-    raises ValueError: start one rank less, or use `strategies.train_and_evaluate`.
+    job ps serve: they return when the workers have ended, without metrics. ValueError for an
+    `eval_distribute` of several ranks there, and for a task of job evaluator: start one rank less,
+    or use `strategies.train_and_evaluate`.
     """
     strategy = estimator.train_strategy
     resolver = strategy.cluster_resolver
@@ -27,15 +28,15 @@ def train_and_evaluate(
             "TF_CONFIG's task is evaluator: estimators have chief and worker tasks, which evaluate"
             " each checkpoint themselves"
         )
-    if isinstance(strategy, ParameterServerStrategy) and strategy.is_server:
-        strategy.serve()
-        return {}, []
     asynchronous = isinstance(strategy, ParameterServerStrategy)
     if asynchronous and estimator.eval_strategy.communicator.size > 1:
         raise ValueError(
             "eval_distribute has several ranks, and with a ParameterServerStrategy the chief alone"
             " evaluates: must be a OneDeviceStrategy, or None"
         )
+    if isinstance(strategy, ParameterServerStrategy) and strategy.is_server:
+        strategy.serve()
+        return {}, []
     found: dict[str, Any] = {}
 
     def evaluated() -> dict[str, Any]:

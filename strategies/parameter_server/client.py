@@ -47,6 +47,8 @@ class Client:
         self._rpc, self._memory, self._same_node = rpc, memory, same_node
         self.is_chief = is_chief
         self._optimizers: dict[int, tuple[int, Optimizer]] = {}
+        self.only_adopts = False
+        """Whether a chief's functions run here: optimizers are the chief's."""
         self._compared: set[int] = set()
         """The numbers of optimizers that equal those of other workers."""
         self._mapped: dict[int, MappedArray | None] = {}
@@ -57,8 +59,13 @@ class Client:
         """The servers' number for an optimizer: every worker first uses its own in one order.
 
         The first use raises MismatchError where another worker's has another rule, or other numbers
-        than the learning rate.
+        than the learning rate; RuntimeError for one that a chief's function has made.
         """
+        if self.only_adopts and id(optimizer) not in self._optimizers:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was made by a function that the chief has scheduled:"
+                " its slots would be another optimizer's; make it on the chief"
+            )
         with self._rpc.lock:
             # The optimizer is kept, so that its id stays its own. One that is refused is counted,
             # as on the other workers.

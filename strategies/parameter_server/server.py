@@ -153,7 +153,8 @@ class Server:
 
         For each shard the gradient is sent along, or row numbers and their gradients if sparse. A
         rule that fails on one shard is applied to the others all the same. A step that fails on all
-        of them doesn't count. `steps` were taken before, some of them before a restart.
+        of them isn't counted here, but by its worker, which has taken `steps` before, some of them
+        before a restart.
         """
         arrays, worker, failed = iter(call.arrays), self._index[call.source], 0
         iteration = max(self._steps[optimizer], steps) + 1

@@ -198,7 +198,7 @@ class Worker:
 
     def stop_listening(self) -> None:
         """Make no variables and find no announcements any more: the chief schedules."""
-        self._listens = False
+        self._listens, self.client.only_adopts = False, True
         with self._rpc.lock:
             self._rpc.push(_HOME, Request("stop_finding"))
 

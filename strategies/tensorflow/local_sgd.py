@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from collectives import Communicator
+from collectives import Communicator, MismatchError
+from collectives.errors import in_step
 from strategies.core.options import ReduceOp
 from strategies.core.values import Array
 from strategies.optimizers import Optimizer
@@ -27,8 +28,8 @@ from strategies.tensorflow.statistics import execute_if
 from strategies.tensorflow.strategy import Strategy
 from strategies.tensorflow.variables import CLASSES, summed_by_optimizer
 
-# Of a variable that a rank has no more.
-_GONE = -1
+# In place of a variable's flag: it is gone, or younger than the trace; training doesn't change it.
+_UNKNOWN, _UNTRAINED = -2, -1
 
 
 class LocalSGDStrategy(Strategy):
@@ -182,19 +183,22 @@ class LocalExtended(CollectiveExtended):
 
     def average(self) -> None:
         """Average all variables that training changes over the ranks, and begin a new round."""
-        members, count = self._members(), len(self._variables)
+        members, untrained = self._members(), self._untrained()
         places, trained = [place for place, _ in members], [each for _, each in members]
         own = [each._primary.read_value() for each in trained]
 
         def call(steps: Array, *given: Array) -> list[Any]:
             *arrays, had_empty = given
             self._rounds.step(int(steps))
-            flags = np.full(count, _GONE)
+            # All ranks have made equally many by now, though one may have traced this earlier.
+            flags = np.full(len(self._variables), _UNKNOWN)
+            flags[untrained] = _UNTRAINED
             flags[places] = [each.outer_changed for each in trained]
             own = np.array([[self._rounds.proposal(), steps, *flags]])
             proposals, taken, *changed = self.operations.communicator.all_gather(own).T.tolist()
             self._rounds.begin(proposals)
-            kept = [at for at, place in enumerate(places) if _GONE not in changed[place]]
+            _refuse_untrained(changed)
+            kept = [at for at, place in enumerate(places) if min(changed[place]) >= 0]
             means = self._averaged(
                 [trained[at] for at in kept],
                 [arrays[at] for at in kept],
@@ -257,8 +261,25 @@ class LocalExtended(CollectiveExtended):
         present = [(place, each) for place, each in made if each is not None]
         return [member for member in present if member[1].trainable or member[1].is_statistic]
 
+    def _untrained(self) -> list[int]:
+        """The numbers of the others that are there."""
+        trained = {place for place, _ in self._members()}
+        every = enumerate(self._variables)
+        return [place for place, each in every if each() is not None and place not in trained]
+
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         return distribute_whole_batches(self, dataset, options)
+
+
+def _refuse_untrained(flags: Sequence[Sequence[int]]) -> None:
+    """A MismatchError, on every rank, where training changes a variable on some ranks only."""
+    for number, each in enumerate(flags):
+        apart = [rank for rank, flag in enumerate(each) if flag == _UNTRAINED]
+        if apart and max(each) >= 0:
+            text = (
+                f"LocalSGDStrategy: variable {number} is changed by training, not on ranks {apart}"
+            )
+            raise in_step(MismatchError(text))
 
 
 def _without_nan(value: Any, empty: Any) -> Any:

@@ -241,7 +241,8 @@ def added_by_keras(variable: Any) -> Any:
                 return None
             addend = tf.cast(frame.f_locals["value"], variable.dtype)
             addend = tf.broadcast_to(addend, variable.shape)
-            return addend if name == "assign_add" else -addend
+            # Unsigned integers have no negation.
+            return addend if name == "assign_add" else tf.zeros_like(addend) - addend
     return None
 
 

@@ -711,18 +711,19 @@ def test_a_wait_names_the_ranks_whose_messages_are_not_done(comm):
     """Rank 0 has what it receives, and waits for rank 2 to receive."""
     transport = MpiTransport(MPI.COMM_WORLD.Dup())
     large = np.full(4 << 20, comm.rank, np.uint8)
+    if comm.rank == 1:
+        transport.exchange([(0, large[:8].data)], [])
+    transport.comm.Barrier()
     if comm.rank == 0:
         transport.wait_policy.deadline = 0.3
         with pytest.raises(DeadlineExceededError) as caught:
             transport.exchange([(2, large.data)], [(1, np.empty(8, np.uint8).data)])
         assert caught.value.absent == (2,)
-    elif comm.rank == 1:
-        transport.exchange([(0, large[:8].data)], [])
-    comm.barrier()
+    transport.comm.Barrier()
     if comm.rank == 2:
         transport.exchange([], [(0, large.data)])
         assert not large.any()
-    comm.barrier()
+    transport.comm.Barrier()
     transport.close()
 
 

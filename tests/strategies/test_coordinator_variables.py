@@ -298,6 +298,26 @@ def test_per_worker_datasets_of_the_strategy(comm):
     coordinated(comm, chief)
 
 
+def test_an_optimizer_that_a_function_makes_is_refused(comm):
+    """Its number, and so its slots, would be those of the chief's."""
+
+    def chief(strategy, coordinator):
+        with strategy.scope():
+            weights, optimizer = Variable(np.zeros(3)), optimizers.SGD(0.1, momentum=0.5)
+
+        def step(used):
+            own = optimizers.SGD(0.1, momentum=0.5) if used is None else used
+            own.apply_gradients([(np.ones(3), weights)])
+
+        coordinator.schedule(step, (optimizer,))
+        coordinator.join()
+        coordinator.schedule(step, (None,))
+        with pytest.raises(RuntimeError, match="SGD was made by a function that the chief"):
+            coordinator.join()
+
+    coordinated(comm, chief)
+
+
 def test_an_error_of_a_push_is_the_functions_own(comm):
     def chief(strategy, coordinator):
         with strategy.scope():

@@ -35,12 +35,19 @@ class AveragedModules:
         """
         parameters = {id(each) for each in model.parameters() if each.requires_grad}
         earlier: list[_Member] = []
-        for other, known in list(self._known.items()):
-            if other is model or known.has_any(parameters):
-                self._known.pop(other).release()
-                earlier += known.members("" if other is model else f"{id(other)}/")
+        replaced = [
+            other
+            for other, known in self._known.items()
+            if other is model or known.has_any(parameters)
+        ]
+        for other in replaced:
+            earlier += self._known[other].members("" if other is model else f"{id(other)}/")
         kept = {id(parameter): value for _, parameter, value in earlier}
-        module = self._known[model] = _Module(model, optimizers, self, kept)
+        module = _Module(model, optimizers, self, kept)
+        # Only where nothing is refused.
+        for other in replaced:
+            self._known.pop(other).release()
+        self._known[model] = module
         before, now = {id(value) for _, _, value in earlier}, set(map(id, module.values))
         added = [each for each in module.members() if id(each[2]) not in before]
         self._replace([each for each in earlier if id(each[2]) not in now], added)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import operator
+import weakref
 
 import numpy as np
 import pytest
@@ -178,9 +179,11 @@ def test_a_variable_that_one_rank_has_dropped(tf, ds, comm, outer):
     with strategy.scope():
         dropped, weights = tf.Variable([5.0]), tf.Variable([0.0, 0.0])
         optimizer = tf.keras.optimizers.SGD(1.0)
+    gone = weakref.ref(dropped)
     if comm.rank == 0:
         del dropped
         gc.collect()
+        assert gone() is None
     gradient = tf.fill([2], -1.0 - comm.rank)
     for traced in (False, True):
         step = functools.partial(optimizer.apply_gradients, [(gradient, weights)])

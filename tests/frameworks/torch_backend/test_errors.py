@@ -346,14 +346,16 @@ def test_a_group_that_a_member_creates_too_late(torch, dist, comm):
     """A member that has given up isn't waited for by the late one."""
     late = comm.rank == comm.size - 1
     store = dist.distributed_c10d._get_default_store()
+    how = {"ranks": list(range(comm.size)), "use_local_synchronization": True}
+    dist.barrier()
     if late:
         store.wait([f"{rank} gave up" for rank in range(comm.rank)], timedelta(seconds=20))
-    text = "gave up" if late else rf"ranks \[{comm.size - 1}\] have not created it within 0.3 s"
+    text = "gave up" if late else rf"ranks \[{comm.size - 1}\] have not created it within 1 s"
     with pytest.raises(collectives.DeadlineExceededError, match=text):
-        dist.new_group(timeout=timedelta(seconds=0.3))
+        dist.new_group(timeout=timedelta(seconds=1), **how)
     store.set(f"{comm.rank} gave up", "")
     dist.barrier()
-    group = dist.new_group()
+    group = dist.new_group(**how)  # under the same name
     dist.all_reduce(torch.ones(1), group=group)
     dist.destroy_process_group(group)
 
