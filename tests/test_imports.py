@@ -112,6 +112,7 @@ STRATEGIES = {
     | {"synchronous", "collectives", "collectives.caching", "collectives.compression"}
     | {
         "collectives.consistency",
+        "collectives.errors",
         "collectives.horovod",
         "collectives.messaging",
         "collectives.reductions",

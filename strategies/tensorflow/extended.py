@@ -64,7 +64,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         local_args = distribute_utils.select_replica(0, args)
         local_kwargs = distribute_utils.select_replica(0, kwargs)
         batches = self.empty_batches.run([*local_args, *local_kwargs.values()])
-        at, given = tf.device(self._device), tf.nest.flatten([local_args, local_kwargs], True)
+        at = tf.device(self._device)
+        given = tf.nest.flatten([local_args, local_kwargs], expand_composites=True)
         # Counters of steps would go on beside the error of a batch that isn't there.
         after = tf.control_dependencies([each for each in given if tf.is_symbolic_tensor(each)])
         with batches, at, self.statistics.run(), context, replica_seeds(self._rank), after:

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
+import collectives
 import strategies
 from tests.slow import slow
 
@@ -189,6 +190,15 @@ def test_a_variable_that_one_rank_has_dropped(tf, ds, comm, outer):
         step = functools.partial(optimizer.apply_gradients, [(gradient, weights)])
         strategy.run(tf.function(step) if traced else step)
     np.testing.assert_allclose(weights.numpy(), [comm.size + 1.0] * 2)
+
+
+def test_a_variable_that_some_ranks_do_not_train(tf, ds, comm):
+    """One that a rank has dropped, or made after its trace, is unknown; this one is there."""
+    from strategies.tensorflow import local_sgd
+
+    local_sgd._refuse_untrained([[-1, -1], [-2, 0], [-2, -1], [0, 1]])
+    with pytest.raises(collectives.MismatchError, match=r"variable 1 is .* not on ranks \[1\]"):
+        local_sgd._refuse_untrained([[0, 0], [1, -1]])
 
 
 # What is done in the middle of a round, and what the round then gives, of the mean of 1 + rank.
