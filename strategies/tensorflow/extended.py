@@ -64,11 +64,10 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         local_args = distribute_utils.select_replica(0, args)
         local_kwargs = distribute_utils.select_replica(0, kwargs)
         batches = self.empty_batches.run([*local_args, *local_kwargs.values()])
-        at = tf.device(self._device)
         given = tf.nest.flatten([local_args, local_kwargs], expand_composites=True)
-        # Counters of steps would go on beside the error of a batch that isn't there.
-        after = tf.control_dependencies([each for each in given if tf.is_symbolic_tensor(each)])
-        with batches, at, self.statistics.run(), context, replica_seeds(self._rank), after:
+        context.arguments = [each for each in given if tf.is_symbolic_tensor(each)]
+        at = tf.device(self._device)
+        with batches, at, self.statistics.run(), context, replica_seeds(self._rank):
             return fn(*local_args, **local_kwargs)
 
     @property

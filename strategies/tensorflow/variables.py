@@ -81,7 +81,10 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
                 extended.statistic_changed(self)
                 return updated
             if caller.startswith("keras."):
-                return update_fn(self._primary, self._as_tensor(value), **kwargs)
+                # A counter would go on beside the error of a batch that isn't there.
+                arguments = tf.distribute.get_replica_context().arguments
+                with tf.control_dependencies(arguments):
+                    return update_fn(self._primary, self._as_tensor(value), **kwargs)
         # Keras's assign_add is an assignment of the sum, which would be added up once more.
         keras_sum = self.keras_variable is not None and (
             self._aggregation == tf.VariableAggregation.SUM
