@@ -9,6 +9,7 @@ from collectives.gpu.host_path import CHUNK_BYTES
 from tests.collectives import oracle
 from tests.devices.gpu_worlds import run, same, simulated
 from tests.devices.simulated_arrays import plain
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_all_reduce_over_mpi(staged):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("more", [0, 1, 777])
+@pytest.mark.parametrize("more", [777, *slow(0, 1)])
 def test_large_arrays_go_in_chunks(staged, more):
     """Several chunks, the last of which is short; the GPU copies one while another is sent."""
     comm, gpus = staged
