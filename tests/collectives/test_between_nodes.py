@@ -446,7 +446,7 @@ def test_a_wrong_room_and_a_mismatch_leave_the_ranks_in_step(part):
         )
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 def test_ranks_may_have_different_deadlines(part):
     rank, size = part.rank, part.size
     part.deadline = 20 if rank else None
