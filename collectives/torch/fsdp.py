@@ -97,14 +97,15 @@ class _Buffers:
         # The storage holds the block itself.
         return torch.from_numpy(block).view(dtype).view(*size)
 
-    def _provide(self, nbytes: int, device: Any, group: Any) -> None:
+    def _provide(self, buffer: Any, group: Any) -> None:
         """Allocate memory for the next calls, if this one's buffer is the largest until now.
 
         On a GPU no memory is registered.
 
         Buffers of a call have equal lengths on all ranks, so that all allocate at the same call.
         """
-        if nbytes <= self._largest or device.type != "cpu":
+        nbytes = buffer.nbytes
+        if nbytes <= self._largest or buffer.device.type != "cpu":
             return
         self._largest = nbytes
         if not isinstance(group, CollectivesProcessGroup):
@@ -120,7 +121,7 @@ class _AllGather(_Buffers):
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> Any:
-        self._provide(output_tensor.nbytes, output_tensor.device, group)
+        self._provide(output_tensor, group)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -144,7 +145,7 @@ class _ReduceScatter(_Buffers):
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self._has_input = False
-        self._provide(input_tensor.nbytes, input_tensor.device, group)
+        self._provide(input_tensor, group)
         return dist.reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )

@@ -183,7 +183,9 @@ class LocalExtended(CollectiveExtended):
 
     def average(self) -> None:
         """Average all variables that training changes over the ranks, and begin a new round."""
-        members, untrained = self._members(), self._untrained()
+        present = self._present()
+        members = [(place, each) for place, each in present if _is_changed(each)]
+        untrained = [place for place, each in present if not _is_changed(each)]
         places, trained = [place for place, _ in members], [each for _, each in members]
         own = [each._primary.read_value() for each in trained]
 
@@ -250,25 +252,23 @@ class LocalExtended(CollectiveExtended):
                 means[number] = np.asarray(total / self._size, total.dtype)
 
     def _trained(self) -> list[Any]:
-        return [each for _, each in self._members()]
+        return [each for _, each in self._present() if _is_changed(each)]
 
-    def _members(self) -> list[tuple[int, Any]]:
-        """The variables that training changes, with their numbers, which are equal on all ranks.
+    def _present(self) -> list[tuple[int, Any]]:
+        """The variables, with their numbers, which are equal on all ranks.
 
         Each rank's garbage collector decides when those of a model that was dropped are gone.
         """
         made = enumerate(reference() for reference in self._variables)
-        present = [(place, each) for place, each in made if each is not None]
-        return [member for member in present if member[1].trainable or member[1].is_statistic]
-
-    def _untrained(self) -> list[int]:
-        """The numbers of the others that are there."""
-        trained = {place for place, _ in self._members()}
-        every = enumerate(self._variables)
-        return [place for place, each in every if each() is not None and place not in trained]
+        return [(place, each) for place, each in made if each is not None]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         return distribute_whole_batches(self, dataset, options)
+
+
+def _is_changed(variable: Any) -> bool:
+    """Whether training changes it."""
+    return bool(variable.trainable or variable.is_statistic)
 
 
 def _refuse_untrained(flags: Sequence[Sequence[int]]) -> None:
