@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 
@@ -47,7 +48,9 @@ def find_tasks(environment: Mapping[str, str]) -> Tasks:
 def split_address(address: str, task: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[IPv6]:port"; ValueError, naming the task, otherwise."""
     host, _, port = address.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+    # The others would wait for a name that can't come to exist.
+    named = host and not re.search(r"[\s/]", host)
+    if not (named and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ValueError(
             f"{task} has the address {address!r}; it serves the start, and needs host:port"
         )

@@ -29,7 +29,7 @@ DTYPES = frozenset(
         ),
     )
 )
-"""Those of arrays whose elements have whole bytes of their own."""
+"""Those that XLA gives to functions of the host, of whole bytes."""
 
 
 class Extension(ctypes.Structure):

@@ -210,17 +210,12 @@ def _reducible(tree: Tree, op: str) -> Tree:
 def _of_dtypes(tree: Tree, call: Call) -> Call:
     """The call on arrays of which some are reduced in another dtype: the ranks compare theirs."""
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if not _is_key(leaf)]
-    return _compared(call, ", ".join(str(each) for each in dtypes if _is_reduced_wider(each, call)))
+    return call.comparing(", ".join(str(each) for each in dtypes if _is_reduced_wider(each, call)))
 
 
 def _is_reduced_wider(dtype: Any, call: Call) -> bool:
     whole = call.op == "mean" and not jnp.issubdtype(dtype, jnp.inexact)
     return whole or _is_small_float(dtype)
-
-
-def _compared(call: Call, text: str) -> Call:
-    """The call, which compares this text between the ranks, too."""
-    return replace(call, what=", ".join(filter(None, [call.what, text]))) if text else call
 
 
 def _is_small_float(dtype: Any) -> bool:
@@ -236,7 +231,7 @@ def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> T
     """A call along any axis: the arrays are moved so that it is the first one, and back."""
     axes = [axis % max(1, jnp.ndim(leaf)) for leaf in jax.tree.leaves(tree)]
     if any(axes):
-        call = _compared(call, f"along the axes {axes}")
+        call = call.comparing(f"along the axes {axes}")
 
     def first(leaf: Any) -> Any:
         array = jnp.moveaxis(jnp.atleast_1d(leaf), axis, 0)
@@ -264,8 +259,8 @@ def _made(tree: Tree, call: Call, after: Any, like: Any = None) -> Tree:
         # The number of arrays is the number of calls.
         several = f"{len(leaves)} arrays" if len(leaves) != 1 and call.kind != "all_reduce" else ""
         impls = [str(jax.random.key_impl(each)) for each in leaves if _is_key(each)]
-        call = _compared(call, ", ".join(impls))
-        call = _compared(call, text_of_keys(tree) or several)
+        call = call.comparing(", ".join(impls))
+        call = call.comparing(text_of_keys(tree) or several)
     keys = {number: each for number, each in enumerate(leaves) if _is_key(each)}
     arrays = [jax.random.key_data(each) if _is_key(each) else jnp.asarray(each) for each in leaves]
     earlier = [jax.lax.stop_gradient(each) for each in jax.tree.leaves(after)]

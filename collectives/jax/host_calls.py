@@ -108,7 +108,8 @@ def kinds_of(arrays: Sequence[Any]) -> tuple[Kind, ...]:
     kinds = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays)
     for _, dtype in kinds:
         if dtype not in ffi.DTYPES:
-            raise TypeError(f"an array of {dtype}: must be numbers or bools of whole bytes")
+            names = ", ".join(sorted(map(str, ffi.DTYPES)))
+            raise TypeError(f"an array of {dtype}: must be of one of the dtypes {names}")
     return kinds
 
 

@@ -46,6 +46,11 @@ class Call:
     what: str | None = None
     """What must be equal on the ranks, where the arrays don't show it."""
 
+    def comparing(self, text: str) -> Call:
+        """The call, whose ranks compare this text, too."""
+        what = text if self.what is None else f"{self.what}, {text}"
+        return replace(self, what=what) if text else self
+
 
 def rank_of(name: str, rank: int, comm: Communicator | None) -> int:
     """The argument, if it is a rank; ValueError otherwise."""

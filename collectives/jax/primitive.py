@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collectives.jax import host_calls, kinds
-from collectives.jax.kinds import KINDS, LINEAR, PVARY, Call
+from collectives.jax.kinds import KINDS, LINEAR, MESSAGES, PVARY, Call
 from collectives.jax.lowering_in_place import lower_in_place
 from collectives.jax.ordering import TOKEN, keep_last, results_before, token_of
 from collectives.jax.program_order import keep_order
@@ -125,6 +125,9 @@ def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
         else jnp.moveaxis(array, axis, -1)
         for array, axis in pairs
     ]
+    if call.kind not in (PVARY, "barrier", *MESSAGES):
+        # A square array may have the same shape without a batch.
+        call = call.comparing("batched")
     results = bind(moved, call, arrays[count:])
     return results, [each.ndim - 1 for each in results]
 

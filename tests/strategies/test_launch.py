@@ -48,6 +48,7 @@ def test_tasks_may_have_the_same_address():
         (config("worker", 0, {"worker": ["here"]}), "worker 0 has the address 'here'; it serves"),
         (config("worker", 0, {"worker": ["a:0"]}), "worker 0 has the address 'a:0'"),
         (config("worker", 0, {"worker": ["a:x"]}), "needs host:port"),
+        (config("worker", 0, {"worker": ["http://a:1"]}), "needs host:port"),
     ],
 )
 def test_a_task_that_can_not_start_says_why(environment, text):

@@ -358,6 +358,7 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         lambda: calls.all_gather(square, axis=int(odd)),
         lambda: calls.reduce_scatter(square, axis=int(odd)),
         lambda: calls.all_to_all(square, axis=int(odd)),
+        lambda: (jax.vmap(calls.all_gather) if odd else calls.all_gather)(square),
         lambda: calls.all_reduce(square.astype("float8_e4m3fn" if odd else "float32")),
         lambda: calls.scan(square.astype("float8_e4m3fn" if odd else "float8_e5m2")),
         # Keys, and numbers of arrays, of which each is a call.
