@@ -34,6 +34,8 @@ class LRU(OrderedDict[Key, Value]):
 
     def put(self, key: Key, value: Value) -> Value:
         """Store an entry and return it; where there are too many, drop the least recently used."""
+        # Also one that was there is the last one then.
+        self.pop(key, None)
         self[key] = value
         if len(self) > self.kept:
             self.popitem(last=False)

@@ -20,7 +20,7 @@ class Duplicate:
         """`engine` makes the blocking calls. Collective, therefore made now."""
         self._engine, self._topology = engine, topology
         transport = engine.transport
-        self.transport = transport.begin_duplicate()() if transport.threads else None
+        self.transport = transport.duplicate() if transport.threads else None
         if self.transport is not None:
             # Until a thread's engine, which has its own, uses it.
             self.transport.watchdog = transport.watchdog

@@ -38,7 +38,8 @@ class PointToPointCalls:
 
         Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`, which may
         hold parts of it then. After DeadlineExceededError the message goes to the next receive of
-        the same rank and tag.
+        the same rank and tag. Do not use `out` until that has returned: the message may arrive in
+        its memory.
         """
         return self._messages.receive(Incoming("recv", out, self._peer(peer), tag))
 

@@ -43,7 +43,7 @@ def bind_exchanged(
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     exchange = ReductionExchange(engine, reduction, math.prod(shape))
     if nodes_check is None:
-        move = _of_a_follower(engine, check, signature, base, exchange, shape)
+        move = _of_a_follower(check, signature, base, exchange, shape)
     elif exchange.slots:
         move = _of_a_leader(engine, check, nodes_check, signature, base, exchange, shape)
     else:
@@ -78,7 +78,6 @@ def bind_exchanged(
 
 
 def _of_a_follower(
-    engine: Engine,
     check: CallCheck,
     signature: Signature,
     base: int,
@@ -89,7 +88,7 @@ def _of_a_follower(
     assert check.verdicts is not None
     stores, results = _slots_of(exchange, shape)
     memory, poll, check_counted = check.verdicts.memory, check.verdicts.poll, check.check_counted
-    own, leader, fence, wait_policy = memory.own, memory.words[0], memory.fence, engine.wait_policy
+    own, leader, fence = memory.own, memory.words[0], memory.fence
 
     def move(array: Array, out: Array, sequence: int) -> None:
         parity, number = sequence & 1, sequence & SEQUENCE_MASK
@@ -99,7 +98,6 @@ def _of_a_follower(
             fence()
         own[ARRIVALS[parity]] = word
         if poll(leader, VERDICTS[parity], _ALIKE | number):
-            wait_policy.limit = None
             if fence is not None:
                 fence()
         else:

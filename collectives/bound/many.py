@@ -23,6 +23,7 @@ from collectives.calls import PASS, Operation
 from collectives.calls.many import Many, Part, overlapping
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp
+from collectives.schedules.paths import PACKED
 from collectives.shm.packed import SharedBucket
 
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
@@ -90,7 +91,7 @@ class Known:
         self, engine: Engine, parts: list[SharedBucket], operation: Operation, apart: Apart
     ) -> None:
         self._parts = parts
-        self.make = bind(engine, operation.signature, self._run)
+        self.make = bind(engine, operation.signature, self._run, path=PACKED)
         """A function (arrays, out); PASS where a first registered array has been made since."""
         self._errstate, self._apart = engine.errstate.run, apart
         places = [index for part in parts for index in part.indices]

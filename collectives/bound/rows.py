@@ -44,9 +44,10 @@ class RowsOfAll(Protocol):
         """Whether `publish` copies the source, which may have any strides then."""
 
     def numbers(self, index: Any) -> Exchanged:
-        """Every rank's first and second number, the same object while they stay the same.
+        """Every rank's first and second number.
 
-        And the addresses of their buffers, where those are exchanged.
+        In the node's memory the same object while they stay the same. And the addresses of their
+        buffers, where those are exchanged.
         """
 
     def reader(self, counts: Sequence[int]) -> Reader | None:

@@ -74,7 +74,7 @@ def empty_shared(shape: int | Sequence[int], dtype: Any) -> Operation:
 def _checked(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     """Lengths, dtype and bytes; ValueError or TypeError if the array is not possible."""
     dimensions, kind = _dimensions(shape), dtype_of(dtype)
-    if kind.hasobject or not kind.itemsize:
+    if kind.hasobject or kind.subdtype or not kind.itemsize:
         raise TypeError(f"dtype={kind}: a registered array holds fixed-size numbers")
     # Raises MemoryError for impossible sizes before the ranks synchronize.
     np.empty(dimensions, kind)

@@ -26,7 +26,7 @@ from collectives.reductions.buckets import (
     make_buckets,
 )
 from collectives.reductions.reduction import Array, ReduceOp, as_op
-from collectives.schedules.paths import QUICKEST, SHARED
+from collectives.schedules.paths import PACKED, QUICKEST, SHARED
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.packed import SharedBucket
 
@@ -134,6 +134,7 @@ class Many:
             own = parts if blocking else self._parts_on(engine).find(kinds, limit, reduction)
             for part in own:
                 if isinstance(part, SharedBucket):
+                    engine.path = PACKED
                     engine.errstate.run(_reduce_in_stage, part, given, outputs)
                 elif len(part.slots) == 1:
                     _reduce_alone(engine, reduction, given, outputs, part.slots[0].index)

@@ -70,9 +70,18 @@ def _results_of_all(engine: Engine, outcome: bytes) -> list[Any]:
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             if engine.size > 1:
-                error.args = (f"rank {rank}: {error}",)
+                _name(error, rank)
             raise raised_on_all(error, engine.rank)
     return [result for result, _ in outcomes]
+
+
+def _name(error: BaseException, rank: int) -> None:
+    """Put the rank first in the error's text."""
+    if isinstance(error, OSError) and error.strerror:
+        error.strerror = f"rank {rank}: {error.strerror}"
+    elif not isinstance(error, UnicodeError):
+        # Of which neither the text nor the pickle would follow.
+        error.args = (f"rank {rank}: {error}",)
 
 
 def all_gather_object(obj: Any) -> Operation:

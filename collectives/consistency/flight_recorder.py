@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -21,11 +22,16 @@ Entry = tuple[int, Signature, str, int, int]
 """Sequence number, call, algorithm, start and end in nanoseconds."""
 
 
+_numbers = itertools.count()
+
+
 class FlightRecorder:
     """Ring buffer of one rank's last calls."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        # A process has one for each communicator, and another for asynchronous calls.
+        self._number = next(_numbers)
         self.ring: list[Entry | None] = [None] * CALLS_KEPT
         self.position = 0
 
@@ -66,7 +72,7 @@ class FlightRecorder:
         The file lies in the directory COLLECTIVES_RECORD_DIRECTORY, or in that for temporary files.
         """
         directory = Path(os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())
-        path = directory / f"collectives-rank{self.rank}-{os.getpid()}.json"
+        path = directory / f"collectives-rank{self.rank}-{os.getpid()}-{self._number}.json"
         content = {"rank": self.rank, "reason": reason, "calls": self.calls()}
         path.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return path

@@ -31,7 +31,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from collectives.consistency.dissemination import DIFFERENT, Dissemination, Exchange, Rounds
 from collectives.consistency.lateness import Lateness
@@ -219,8 +218,9 @@ class NodesCheck:
             rounds = Rounds(word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
         if by_rounds or rounds.alike:
             advance = partial(self.rounds.advance, rounds)
+            absent = partial(self.rounds.absent, rounds)
             in_transit = self._wait_policy.call.moves_data(rounds.exchange)
-            self._wait_for_all(advance, self.rounds.absent, rounds, in_transit=in_transit)
+            self._wait_for_all(advance, absent, in_transit=in_transit)
         return rounds
 
     def _is_repeated(self, word: int, repeated: bool) -> bool:
@@ -239,23 +239,22 @@ class NodesCheck:
             every = all((each ^ word) & ~_REPEATED == _READY for each in received)
             return every or self._was_completed(number)
 
-        def absent(number: int) -> dict[int, str]:
+        def absent() -> dict[int, str]:
             unready = [node for node, each in enumerate(received) if not (each ^ word) & _READY]
             return self._absent_ranks(unready)
 
-        self._wait_for_all(ready, absent, number)
+        self._wait_for_all(ready, absent)
         return any((each ^ word) & _REPEATED for each in received)
 
     def _wait_for_all(
         self,
         ready: Callable[[], bool],
-        absent: Callable[[Any], dict[int, str]],
-        what: object,
+        absent: Callable[[], dict[int, str]],
         *,
         in_transit: bool = False,
     ) -> None:
         """Wait longer than the deadline, because all leaders rely on each other."""
-        self._wait_policy.until(ready, lambda: absent(what), GRACE_SECONDS, in_transit=in_transit)
+        self._wait_policy.until(ready, absent, GRACE_SECONDS, in_transit=in_transit)
 
     def _was_withdrawn(self, word: int) -> bool:
         """Whether any other leader has withdrawn its word of this call."""

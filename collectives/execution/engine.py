@@ -10,6 +10,7 @@ import contextvars
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -134,8 +135,10 @@ class Engine(CallScope):
 
     def end_job(self, reason: str) -> None:
         """The last resort, where no error can be raised."""
-        print(f"collectives: rank {self.rank}: {reason}; {self._record(reason)}", file=sys.stderr)
-        sys.stderr.flush()
+        text = f"collectives: rank {self.rank}: {reason}; {self._record(reason)}"
+        # The stream may be closed or broken, or None.
+        with suppress(AttributeError, OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
         self.transport.abort()
 
     def run(

@@ -134,7 +134,11 @@ class ProgressThread:
         engine = Engine(self._transport)
         engine.wait_policy.deadline = self._policy.deadline
         engine.wait_policy.sleep_early()
-        nodes.agree_by_messages(engine)
+        try:
+            nodes.agree_by_messages(engine)
+        except BaseException as error:
+            # Each call raises it.
+            engine.break_off(error)
         self.recorder = engine.recorder
         while self._run_next(engine):
             pass

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
@@ -65,13 +66,17 @@ class Closable(Protocol):
 
 _lock = threading.Lock()
 _open: dict[int, Closable] = {}
+_was_open = False
+"""Whether this process has had any, even if all are closed."""
 _before: list[Callable[[], None]] = []
 """What runs at the program's end, before every attempt to close, and before MPI ends."""
 
 
 def keep(group: Closable) -> None:
     """Close the communicator when the program ends."""
+    global _was_open
     with _lock:
+        _was_open = True
         if not _open:
             _close_in_forked_rank()
             if _outlives_ranks():
@@ -108,7 +113,9 @@ class ExitCode:
         """End at once with this code: no exit handler runs, MPI is not finalized."""
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            # It may be closed or broken, or None.
+            with suppress(AttributeError, OSError, ValueError):
+                stream.flush()
         os._exit(self.code & 0xFF)
 
 
@@ -231,7 +238,9 @@ def _close_in_forked_rank() -> None:
 
 
 def _end_forked_rank() -> None:
-    _finish_all()
+    # multiprocessing ends the process while it handles an exception that nothing has caught.
+    if sys.exc_info()[0] in (None, SystemExit):
+        _finish_all()
     _close_all()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -243,7 +252,7 @@ def _begin_child() -> None:
     global _lock
     _lock = threading.Lock()
     failures.forget()
-    if not _open:
+    if not _was_open:
         return
     for group in list(_open.values()):
         group.forbid()

@@ -9,20 +9,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from collectives.consistency.signature import check_index
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Processes
-from collectives.messaging.message import (
-    IncomingMessage,
-    Message,
-    SendRequest,
-    abandoned,
-    read,
-    write,
-)
+from collectives.messaging.message import IncomingMessage, Message, SendRequest, held, read, write
 from collectives.transports.base import Bytes, Copied, MessageChannel
 from collectives.waiting.wait_policy import WaitPolicy, check_timeout
 
@@ -44,7 +38,7 @@ class Mailbox:
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._fair_lock = FairLock()
         self._own: deque[IncomingMessage] = deque()
-        self._writes_to_itself = False
+        self._writes_to_itself = self._own_is_due = False
         self._outstanding: dict[int, deque[SendRequest]] = {}
         self._ended: set[int] = set()
         self._finished: set[int] = set()
@@ -84,7 +78,7 @@ class Mailbox:
         return sent
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message, of any rank, in the order of arrival.
+        """The next message, of any rank, in the order of arrival; this rank's in turn with others'.
 
         None where none arrives in `timeout` seconds (0: only what is here; None: no limit). A long
         wait yields the core. Raises RankFailedError where no rank is left that could send,
@@ -196,7 +190,7 @@ class Mailbox:
             with wait_policy.no_longer_than(seconds):
                 wait_policy.until(self._drained, dict)
         except DeadlineExceededError:
-            abandoned.append(self._outstanding)
+            held.append(self._outstanding)
         self._end(together=False)
 
     def forbid(self, reason: str) -> None:
@@ -207,8 +201,10 @@ class Mailbox:
 
     def _end(self, *, together: bool) -> None:
         with self._fair_lock:
-            self._refusal = "the mailbox is closed"
-            self._post.close(together=together)
+            # Another thread may have ended it.
+            if self._refusal is None:
+                self._refusal = "the mailbox is closed"
+                self._post.close(together=together)
 
     def _check_open(self) -> None:
         if self._refusal is not None:
@@ -224,14 +220,16 @@ class Mailbox:
 
     def _poll(self) -> IncomingMessage | None:
         self._advance()
-        if self._own:
+        # In turn with those of others, which a rank that writes to itself would never receive.
+        self._own_is_due = not self._own_is_due
+        if self._own and self._own_is_due:
             return self._own.popleft()
         while (incoming := self._post.poll()) is not None:
             source, buffers = incoming
             if buffers:
                 return IncomingMessage(source, buffers)
             (self._finished if source in self._ended else self._ended).add(source)
-        return None
+        return self._own.popleft() if self._own else None
 
     def _advance(self) -> None:
         # Only the first to each rank: thousands may wait for one that receives none.
@@ -248,7 +246,9 @@ class Mailbox:
         """Twice: first no message follows, then all were received (receivers poll in between)."""
         for peer in self._peers:
             if not self._died(peer):
-                self._post_to(peer, [])
+                # It may have died just now.
+                with suppress(RankFailedError):
+                    self._post_to(peer, [])
 
     def advance(self, sent: SendRequest) -> bool:
         """Advance a message; whether it is done or has failed."""

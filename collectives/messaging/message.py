@@ -15,7 +15,7 @@ from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
 from collectives.transports.base import Bytes, Sending
 
-abandoned: list[object] = []
+held: list[object] = []
 """Sends that can't end: MPI may still read their memory."""
 
 
@@ -127,6 +127,6 @@ class SendRequest:
                 raise RankFailedError(text)
         except RankFailedError as error:
             self._error = error
-            abandoned.append((self._sending, self._kept))
+            held.append((self._sending, self._kept))
         self._sending, self._kept = None, ()
         return True

@@ -8,6 +8,9 @@ NATIVE = "native"
 SLOTS = "slots"
 """Few bytes, beside the words by which the ranks of a node compare the call; not to be forced."""
 
+PACKED = "packed"
+"""Of `all_reduce_many`: packed into shared memory, and folded there; not to be forced."""
+
 SHARED = "shared"
 """Through the node's memory, by the currently fastest of the following."""
 

@@ -65,7 +65,7 @@ class Addresses:
         self.registered = any(sources) or any(targets)
         """Whether any buffer lies in the pool."""
         self.in_place = any(map(eq, source_addresses, target_addresses))
-        """Whether any rank's output overwrites its input."""
+        """Whether any rank's output overwrites its input, or a rank has published neither."""
 
     def offset_of_part(self, rank: int, start: int) -> int:
         """Offset in bytes of a rank's part, from byte `start` of the result on, in its source.

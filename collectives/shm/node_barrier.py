@@ -123,6 +123,10 @@ class NodeBarrier:
                 if self._withdraw(index, word):
                     error.withdrawn = True
                     raise
+                if not order_all_threads():
+                    # Others may have read the word, and the data of the call: it is undecided.
+                    error.withdrawn = self._wait_policy.limit is not None
+                    raise
                 # A rank continues, or all ranks have arrived at this moment.
                 self._await_bound(lambda: arrived() or not self._any_committed(word), dict)
 
@@ -139,13 +143,10 @@ class NodeBarrier:
             raise
 
     def _withdraw(self, index: int, word: int) -> bool:
-        """Withdraw the word; False if it stays because a rank continues."""
+        """Withdraw the word; False if it stays because a rank continues, or may do so."""
         self._take_back(index, word)
-        if not order_all_threads():
-            # Other ranks may have read the word. It stays, and repeating the call continues here.
-            self.memory.publish(index, word)
-            return True
-        if self.absent(word, index) and not self._any_committed(word):
+        ordered = order_all_threads()
+        if ordered and self.absent(word, index) and not self._any_committed(word):
             return True
         self.memory.publish(index, word)
         return False

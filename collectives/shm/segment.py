@@ -33,7 +33,10 @@ class SegmentAddress(NamedTuple):
 
 
 class Segment:
-    """A process's own segment of `nbytes` zero bytes. Raises OSError if there is no room."""
+    """A process's own segment of `nbytes` zero bytes, whose pages are taken at the first store.
+
+    Raises OSError where the system refuses it.
+    """
 
     def __init__(self, nbytes: int) -> None:
         size, token = _HEADER_BYTES + nbytes, secrets.token_bytes(_TOKEN_BYTES)

@@ -91,6 +91,9 @@ class SharedArrays:
             if segment is None:
                 return memoryview(bytearray(nbytes)), None
             self._kept.append(segment)
+            if nbytes >= _SEGMENT_BYTES:
+                # Small ones go on in theirs.
+                return segment.memory[:nbytes], ArrayAddress(segment.address, 0)
             self._free, self._segment, self._start = segment.memory, segment.address, 0
         assert self._segment is not None
         memory, address = self._free[:nbytes], ArrayAddress(self._segment, self._start)

@@ -209,12 +209,9 @@ class Transport(PointToPoint):
         in the node's memory, for one that waits for such a message, calls it.
         """
 
-    def begin_duplicate(self) -> Callable[[], Transport]:
-        """Start to duplicate the transport, for use by another thread.
-
-        Returns at once with a function that completes it. Collective, in order with exchanges.
-        """
-        return lambda: cast(Transport, self.split(0, self.rank))
+    def duplicate(self) -> Transport:
+        """A transport of the same ranks, for use by another thread. Collective."""
+        return cast(Transport, self.split(0, self.rank))
 
     def before_end(self, action: Callable[[], None]) -> None:
         """Run a bound method before the program ends the underlying library; never without one.

@@ -67,7 +67,9 @@ class _Switchboard:
     def fail(self, rank: int) -> None:
         """End every present and future wait."""
         with self._lock:
-            self.failed = rank
+            if self.failed is None:
+                # The others end by the first one's.
+                self.failed = rank
             for line in self._queues.values():
                 line.put(None)
 
@@ -114,7 +116,7 @@ class LocalTransport(Transport):
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:
         """Put a copy into the peer's queue."""
         self.put((bytes(buffer), kind), peer, tag)
-        return Copied(buffer, kind)
+        return Copied()
 
     def receive(self, buffer: Bytes, peer: int, tag: int) -> Receiving | None:
         """Take the next message from the peer's queue."""
@@ -155,10 +157,9 @@ class LocalTransport(Transport):
         ranks = [rank for _, rank in members]
         return LocalTransport(self._switchboard, (world, color), ranks.index(self.rank), len(ranks))
 
-    def begin_duplicate(self) -> Callable[[], Transport]:
+    def duplicate(self) -> Transport:
         """A world of the same ranks under another name."""
-        twin = LocalTransport(self._switchboard, self._child_world(), self.rank, self.size)
-        return lambda: twin
+        return LocalTransport(self._switchboard, self._child_world(), self.rank, self.size)
 
     def close(self) -> None:
         """Nothing to release."""

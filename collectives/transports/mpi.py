@@ -217,16 +217,10 @@ class MpiTransport(Transport):
             part: Any = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if part == MPI.COMM_NULL else MpiTransport(part, beside=self._beside)
 
-    def begin_duplicate(self) -> Callable[[], Transport]:
-        """By MPI_Comm_idup."""
-        twin, request = self.comm.Idup()
-
-        def complete() -> Transport:
-            with self.watchdog:
-                request.Wait()
-            return MpiTransport(twin, beside=True)
-
-        return complete
+    def duplicate(self) -> Transport:
+        """By MPI_Comm_dup."""
+        with self.watchdog:
+            return MpiTransport(self.comm.Dup(), beside=True)
 
     def abort(self) -> None:
         """By MPI_Abort, or, with a single-threaded library, by ending this process."""

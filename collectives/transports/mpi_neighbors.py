@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
+from collectives.transports.mpi_mailbox import abandoned
 from collectives.transports.mpi_messages import LAST_TAG
 from collectives.transports.neighbors import Buffer, NeighborChannel
 
@@ -19,7 +20,6 @@ class MpiNeighborChannel(NeighborChannel):
         self._comm, self._target = comm, target
         self._receive = comm.Recv_init([self.incoming.content, MPI.BYTE], source, _TAG)
         self._posted = self._here = False
-        self._abandoned: list[Buffer] = []
 
     def send(self, nbytes: int) -> None:
         """Start the request of that size, which is made the first time."""
@@ -63,12 +63,16 @@ class MpiNeighborChannel(NeighborChannel):
             self._receive.Wait()
         self._receive.Free()
         for buffer in (self._outgoing, self._before):
-            if buffer is not None and (buffer.sending is None or buffer.sending.Test()):
+            if buffer is None:
+                continue
+            if buffer.sending is None or buffer.sending.Test():
                 _free(buffer)
+            else:
+                self._abandon(buffer)
 
     def _abandon(self, buffer: Buffer) -> None:
         # MPI still reads from it.
-        self._abandoned.append(buffer)
+        abandoned.append(buffer)
 
 
 def _free(buffer: Buffer) -> None:

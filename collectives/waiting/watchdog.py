@@ -60,7 +60,7 @@ class Watchdog:
         frame: FrameType | None = sys._current_frames().get(self._thread)
         line = self._wait_policy.line or (calling_line(frame) if frame else "unknown line")
         self._end(
-            f"{call}, was inside the MPI library for the deadline of"
+            f"{call}, was inside a library (MPI or NCCL) for the deadline of"
             f" {deadline:g} s, from which no error can be raised: the job ends ({line})"
         )
 

@@ -90,6 +90,7 @@ REFUSED = {
     ),
     "a shape of letters": (lambda c: c.empty("x"), TypeError, r"shape='x': .*integer"),
     "an unknown dtype": (lambda c: c.zeros(2, "float33"), TypeError, r"dtype='float33': .*NumPy"),
+    "a dtype of arrays": (lambda c: c.empty(4, "(2,)f4"), TypeError, r"holds fixed-size numbers"),
     "objects": (lambda c: c.all_reduce([{}]), TypeError, r"dtype object: .*broadcast_object"),
     "strings": (lambda c: c.all_gather(np.array(["a"])), TypeError, r"dtype <U1"),
     "ordered complex": (lambda c: c.all_reduce(ARRAY + 0j, "min"), TypeError, r"op='min'.*order"),

@@ -408,7 +408,19 @@ def test_what_cannot_be_unpickled_is_raised_everywhere_and_the_next_call_works(c
     # Only the last rank's object can't be pickled.
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         comm.all_gather_object((lambda: 0) if comm.rank == root else 0)
+    for error in (OSError(28, "No space"), UnicodeDecodeError("ascii", b"x", 0, 1, "not ascii")):
+        own, named = Failing(error) if comm.rank == root else 0, f"rank {root}: " * (root > 0)
+        with pytest.raises(type(error), match=f"{named}No space|not ascii"):
+            comm.all_gather_object(own)
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+
+
+class Failing:
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
 
 
 def test_what_only_the_root_can_see_is_raised_everywhere(comm):

@@ -16,7 +16,6 @@ from mpi4py import MPI
 import collectives
 from collectives import Communicator
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
-from collectives.shm import node_barrier, verdict_barrier
 from collectives.transports import local
 from tests.collectives.waiting import wait_for_all
 from tests.slow import slow
@@ -262,22 +261,6 @@ def test_all_come_and_leave_at_random(patient, record_directory):
         result = call_until_all_come(patient, np.full(SMALL, patient.rank + number + 1.0))
         np.testing.assert_array_equal(result, expected(patient) + patient.size * number)
         patient.deadline = PATIENT
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2)
-def test_without_a_way_to_order_stores_the_same_call_goes_on(
-    patient, record_directory, monkeypatch
-):
-    for module in (node_barrier, verdict_barrier):
-        monkeypatch.setattr(module, "order_all_threads", lambda: False)
-    patient.deadline = 0.1
-    if patient.rank != 0:
-        with pytest.raises(collectives.DeadlineExceededError):
-            CALLS["small"](patient)
-    wait_for_all()
-    patient.deadline = PATIENT
-    np.testing.assert_array_equal(CALLS["small"](patient), expected(patient))
 
 
 @pytest.mark.mpi

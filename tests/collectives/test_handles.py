@@ -23,6 +23,8 @@ from collectives import (
     RootMismatchError,
     ShapeMismatchError,
 )
+from collectives.errors import UnusableError
+from collectives.lifecycle import nodes
 from collectives.lifecycle.futures import Handle
 from collectives.transports.local import run
 from tests.collectives.oracle import case, reduced, value, values
@@ -41,6 +43,21 @@ def test_many_in_flight_with_blocking_calls_in_between(comm):
     for index, handle in reversed(list(enumerate(handles))):
         expected = reduced("sum", [value(rank + index, 50) for rank in range(comm.size)])
         np.testing.assert_array_equal(handle.wait(), expected)
+
+
+def test_calls_whose_thread_cannot_begin(monkeypatch):
+    def fails(engine):
+        raise OSError("no channel")
+
+    def body(threads):
+        comm = Communicator(threads)
+        comm.barrier()
+        monkeypatch.setattr(nodes, "agree_by_messages", fails)
+        handle = comm.all_reduce_async(np.ones(3))
+        with pytest.raises(UnusableError, match=r"OSError\('no channel'\) ended"):
+            handle.wait(20)
+
+    run(2, body)
 
 
 @pytest.mark.mpi

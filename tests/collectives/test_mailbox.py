@@ -188,6 +188,36 @@ def test_a_message_to_oneself_is_a_copy():
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_rank_that_writes_to_itself_receives_from_others_too(comm):
+    box = comm.mailbox()
+    if comm.rank:
+        box.send(0, "from rank 1")
+    else:
+        end = time.monotonic() + 20
+        box.send(0, "from rank 0")
+        while box.receive().header != "from rank 1":
+            assert time.monotonic() < end
+            box.send(0, "from rank 0")
+    box.close()
+
+
+def test_a_mailbox_that_another_thread_closes_meanwhile(monkeypatch):
+    box, closed = Communicator(local.alone()).mailbox(), []
+    monkeypatch.setattr(box._post, "close", lambda together: closed.append(together))
+    tell_end = box.tell_end
+
+    def after_another_thread():
+        monkeypatch.setattr(box, "tell_end", tell_end)
+        box.close()
+        tell_end()
+
+    monkeypatch.setattr(box, "tell_end", after_another_thread)
+    box.close()
+    assert closed == [True]
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(3, 5)
 def test_messages_are_taken_from_whoever_sends(comm):
     """A late rank delays no other."""

@@ -150,7 +150,7 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     assert "MPI refused this rank's part of all_reduce: " in ended.stdout
     assert "the communicator can't go on: MPI refused" in ended.stdout
     assert "rank 0" in ended.stderr
-    assert "inside the MPI library for the deadline of 0.5 s" in ended.stderr
+    assert "inside a library (MPI or NCCL) for the deadline of 0.5 s" in ended.stderr
 
 
 # What rank 1 stops before, the call, and its name in the message.
@@ -181,4 +181,4 @@ def test_the_job_ends_where_a_rank_stops_inside_mpi(launch, method):
     ended = launch(2, [sys.executable, "-c", textwrap.dedent(body)], timeout=50)
     assert ended.returncode != 0
     assert f"rank 0: {name}" in ended.stderr
-    assert "was inside the MPI library for the deadline" in ended.stderr
+    assert "was inside a library (MPI or NCCL) for the deadline" in ended.stderr

@@ -10,7 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from collectives import BackendUnavailableError, Communicator, DeadlineExceededError
+from collectives import (
+    BackendUnavailableError,
+    Communicator,
+    DeadlineExceededError,
+    RankFailedError,
+)
 from collectives.transports.base import Transport
 from collectives.transports.local import run
 from tests.collectives.oracle import reduced, value, values
@@ -119,6 +124,24 @@ def test_what_it_has_not_is_refused_on_every_rank_and_the_next_call_works():
         return True
 
     assert all(over_own(3, body))
+
+
+def test_the_threads_name_the_rank_that_ended_first():
+    texts = []
+
+    def body(threads):
+        if threads.rank == 0:
+            raise ValueError("rank 0 is ill")
+        for _ in range(2):
+            with pytest.raises(RankFailedError) as caught:
+                threads.exchange([], [(0, bytearray(1))])
+            texts.append(str(caught.value))
+            # As the others do where they end by that error.
+            threads._switchboard.fail(threads.rank)
+
+    with pytest.raises(ValueError, match="rank 0 is ill"):
+        run(3, body)
+    assert texts == ["rank 0 ended with an exception"] * 4
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -32,8 +32,12 @@ def test_the_last_256_calls_are_kept_in_order(count):
 
 def test_a_dump_tells_who_why_and_what(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    path = record(2).dump("nobody came")
-    assert path == tmp_path / f"collectives-rank3-{os.getpid()}.json"
+    recorder = record(2)
+    path = recorder.dump("nobody came")
+    # Other communicators, and the thread of asynchronous calls, have files of their own.
+    assert record(1).dump("another") != path == recorder.dump("nobody came")
+    assert path.parent == tmp_path
+    assert path.name.startswith(f"collectives-rank3-{os.getpid()}-")
     content = json.loads(path.read_text(encoding="utf-8"))
     assert (content["rank"], content["reason"]) == (3, "nobody came")
     assert content["calls"][1] == {

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from collectives.shm import segment
+from collectives.shm import segment, seqlock
 from collectives.shm.segment import Segment, SegmentAddress, make_segment, map_segment
 
 READER = """
@@ -96,3 +96,11 @@ def test_too_much_is_none():
 def test_stores_are_ordered_elsewhere(monkeypatch):
     monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
     assert segment._ordering()() is None
+
+
+def test_a_large_array_leaves_small_ones_in_their_segment():
+    arrays = seqlock.SharedArrays(1)
+    for _ in range(3):
+        for length in (8, seqlock._SEGMENT_BYTES):
+            arrays.put(np.zeros(length, np.uint8))
+    assert len(arrays._kept) == 4

@@ -160,6 +160,8 @@ def test_calls_of_every_kind_and_rank_are_there(comm, fresh, path):
     fresh.all_reduce(np.ones(2, np.float32))
     fresh.broadcast(np.ones(100_000))
     fresh.all_reduce_async(np.ones(5)).wait()
+    for _ in range(4):
+        fresh.all_reduce_many([np.ones(50_000), np.ones(9)])
     # A call's entry is written after its result: that of the call before the last must exist.
     fresh.broadcast_async(np.ones(5)).wait()
     events = complete(traced_by(fresh, path))
@@ -172,6 +174,8 @@ def test_calls_of_every_kind_and_rank_are_there(comm, fresh, path):
     assert event["args"]["nbytes"] == 8
     assert event["args"]["algorithm"] == "slots"
     assert event["args"]["call"] == "all_reduce(sum, float32[2])"
+    many = [event["args"]["algorithm"] for event in events if event["name"] == "all_reduce_many"]
+    assert many == ["packed"] * 4 * comm.size
 
 
 @pytest.mark.mpi
