@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(name, type=Path, nargs="+", required=True, metavar="FILE.json")
     options = parser.parse_args(arguments)
     try:
-        before, after = read(options.before), read(options.after)
+        lines = table(read(options.before), read(options.after))
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print("\n".join(table(before, after)))
+    print("\n".join(lines))
 
 
 def read(paths: Iterable[Path]) -> dict[Key, Figures]:
@@ -53,21 +53,24 @@ def read(paths: Iterable[Path]) -> dict[Key, Figures]:
             results = list(_results(json.loads(text)["sections"]))
         except (ValueError, LookupError, TypeError):
             raise ValueError(f"{path} is not a file that bench.suite has written") from None
-        for key, result in results:
+        for key, seconds, ratio in results:
             figures = found.setdefault(key, Figures([], []))
-            figures.seconds.append(result["seconds"]["median"])
-            if result["peer"] is not None:
-                figures.ratios.append(result["peer"]["ratio"])
+            figures.seconds.append(seconds)
+            if ratio is not None:
+                figures.ratios.append(ratio)
     return found
 
 
-def _results(sections: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, dict[str, Any]]]:
+def _results(sections: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, float, float | None]]:
+    """Each row's median and its peer's ratio."""
     for section in sections:
         for row in section["rows"]:
             for place in ("out_of_place", "in_place"):
-                if row[place] is not None:
+                result = row[place]
+                if result is not None:
                     key = Key(section["title"], row["nbytes"], place.replace("_", " "))
-                    yield key, row[place]
+                    peer = result["peer"]
+                    yield key, result["seconds"]["median"], None if peer is None else peer["ratio"]
 
 
 def table(before: dict[Key, Figures], after: dict[Key, Figures]) -> list[str]:

@@ -26,14 +26,13 @@ def describe(
 ) -> dict[str, Any]:
     """The entries of the header, by name, as seen by rank 0."""
     settings = options.settings
-    asynchronous = getattr(options, "asynchronous", False)
     calls = settings.calls or "as many as move 1M, at most 200"
     described: dict[str, Any] = {
         "collective": options.collective,
         **machine(),
         "ranks": comm.size,
         "nodes": comm.nodes,
-        "form": "asynchronous, each call waited for" if asynchronous else None,
+        "form": "asynchronous, each call waited for" if settings.asynchronous else None,
         "repeats": settings.repeats,
         "warm-up calls": settings.warmup,
         "calls in a repeat": calls,

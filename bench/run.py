@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import collectives
 from bench.cases import CASES
+from bench.cases.base import Case
 from bench.environment import describe
 from bench.measure import Bench
 from bench.options import ALL, parse, problems
 from bench.output_paths import problem_of
 from bench.peers import open_peer
-from bench.peers.base import PeerUnavailableError
+from bench.peers.base import Peer, PeerUnavailableError
 from bench.reports import open_table
 from bench.reports.columns import Column, columns
 from bench.reports.files import write_json, write_markdown
@@ -77,7 +79,21 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
     check_outputs(MPI.COMM_WORLD, options, "json", "markdown", "plot")
     case = CASES[options.collective]
     world = MPI.COMM_WORLD.Dup()
-    peer = open_peer(options.peer, world) if options.peer else None
+    with ExitStack() as stack:
+        stack.callback(world.Free)
+        peer = open_peer(options.peer, world) if options.peer else None
+        if peer:
+            stack.callback(peer.close)
+        return _measured(comm, world, options, case, peer)
+
+
+def _measured(
+    comm: collectives.Communicator,
+    world: Any,
+    options: argparse.Namespace,
+    case: Case,
+    peer: Peer | None,
+) -> Run:
     stream = measure_stream(world) if options.stream else None
     bench = Bench(comm, world, case, options.settings, peer, stream)
     names, notes = _usable(bench, options, comm.size)
@@ -91,9 +107,6 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
                 report.table.add(row)
     if report:
         report.finish(notes)
-    if peer:
-        peer.close()
-    world.Free()
     return run
 
 

@@ -113,7 +113,9 @@ def _mpirun() -> str:
 
 def _run(program: Program) -> subprocess.CompletedProcess[str]:
     mpirun = _mpirun()
-    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else [])]
+    # So that mpirun ends its ranks, and what they have printed is kept.
+    line = ["timeout", "--kill-after=10", str(_LIMIT_SECONDS)]
+    line += [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else [])]
     line += ["-n", str(program.ranks), sys.executable, "-m"]
     line += [f"bench.strategy_programs.{program.module}", *program.arguments.split()]
     print(program.line, flush=True)
@@ -123,7 +125,6 @@ def _run(program: Program) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=_LIMIT_SECONDS,
         check=False,
     )
 

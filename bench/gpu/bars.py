@@ -108,13 +108,13 @@ def copy_bound(comm: Communicator, bench: GpuBench) -> list[Bar]:
     bars = []
     for nbytes in COPY_BOUND:
         row = bench.row(CASES["all_reduce"], Problem(comm.size, nbytes // 4, _FLOAT32))
-        form = row.out_of_place
+        form, name = row.out_of_place, f"all_reduce of {nbytes >> 20} MiB over the bare call"
         if form is None or form.peer is None:
+            bars.append(Bar(name, "not over NCCL", str(MOST_OF_BARE), False))
             continue
         ratio = 1 / form.peer.ratio
         times = f"{_us(form.seconds.median)} / {_us(form.peer.seconds.median)}"
         found = f"{times} = {ratio:.3f}"
-        name = f"all_reduce of {nbytes >> 20} MiB over the bare call"
         bars.append(Bar(name, found, str(MOST_OF_BARE), ratio <= MOST_OF_BARE))
     return bars
 

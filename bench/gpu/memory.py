@@ -30,10 +30,16 @@ def buffer_sets(
     expected = case.expected(problem, rank) if case.out_of_place else None
     source = None if given is None else uploaded(cuda, given)
 
+    # Each rank cycles as many sets, as all make as many calls.
+    fullest = case.fullest(problem)
+    most = [case.given(problem, fullest)]
+    if case.out_of_place:
+        most.append(case.expected(problem, fullest))
+
     def room(part: Array | None) -> DeviceArray:
         return cuda.empty(0, problem.dtype) if part is None else cuda.empty(part.size, part.dtype)
 
-    nbytes = sum(part.nbytes for part in (given, expected) if part is not None)
+    nbytes = sum(part.nbytes for part in most if part is not None)
     count = rotate or sets_of(nbytes, cache_bytes)
     return [Buffers(lambda: source, room(given), room(expected)) for _ in range(count)]
 

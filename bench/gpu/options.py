@@ -65,5 +65,5 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("--calls", type=int, help="in a repeat (default: one for each buffer set, at least 20)")
     help = "buffer sets to cycle (default: above twice the GPU's cache, at most 256; lists: 4)"
     add("--rotate", type=int, default=0, metavar="N", help=help)
-    add("--json", type=Path, metavar="FILE", help="everything, with all statistics")
+    add("--json", type=Path, metavar="FILE", help="every row, with all statistics")
     add("--markdown", type=Path, metavar="FILE", help="headers and tables")

@@ -48,7 +48,7 @@ def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) ->
     with gpus.on(gpus.new_stream()):
         device = CupyDevice()
         bench = GpuBench(comm, world, gpus, device, options.settings)
-        sections = [_section(comm, options, name, bench, device) for name in options.collectives]
+        sections = _sections(comm, options, bench, device)
         found = _bars(comm, world, bench, device) if options.bars else []
         device.synchronize()
     world.Free()
@@ -63,6 +63,21 @@ def _bars(
     gpus = cuda()
     alone = [bars.call_overhead(comm, world, gpus, device), bars.packing(world, gpus, device)]
     return [*alone, *bars.copy_bound(comm, bench)]
+
+
+def _sections(
+    comm: collectives.Communicator, options: argparse.Namespace, bench: GpuBench, device: Device
+) -> list[Section]:
+    """One for each collective that takes the dtype and op. CanNotMeasureError if none does."""
+    sections, problem = [], None
+    for name in options.collectives:
+        try:
+            sections.append(_section(comm, options, name, bench, device))
+        except CanNotMeasureError as error:
+            problem = error
+    if problem is not None and not sections:
+        raise problem
+    return sections
 
 
 def _named(options: argparse.Namespace, collective: str) -> argparse.Namespace:
@@ -83,11 +98,17 @@ def _section(
     shown = columns(case, NAME, [ALGORITHM], graph=True)
     section = Section(name, _command(comm, chosen), describe_gpu(comm, chosen, device), shown, [])
     table = open_table(section.header, shown) if comm.rank == 0 else None
-    for problem in problems(chosen, comm.size):
-        row = bench.row(case, problem)
-        section.rows.append(row)
+    try:
+        for problem in problems(chosen, comm.size):
+            row = bench.row(case, problem)
+            section.rows.append(row)
+            if table:
+                table.add(row)
+    except (TypeError, ValueError) as error:
+        text = f"can't measure {name}: {error}"
         if table:
-            table.add(row)
+            table.close([text])
+        raise CanNotMeasureError(text) from error
     if table:
         wrong = sum(row.wrong for row in section.rows)
         table.close([f"{wrong} WRONG elements" if wrong else "all results exact", ""])

@@ -23,7 +23,7 @@ _NETWORKS = 256
 _MADE = itertools.count()
 _AUTOGROUP = "kernel.sched_autogroup_enabled"
 _CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control"
-_TOOLS = ("ip", "nsenter", "sysctl", "taskset", "tc", "unshare")
+_TOOLS = ("hostname", "ip", "nsenter", "sysctl", "taskset", "tc", "umount", "unshare")
 
 _AGENT = """#!/bin/sh
 # As ssh: options, a host, a command.

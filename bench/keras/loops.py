@@ -22,8 +22,9 @@ def tensorflows_own(world: Any) -> Any:
     """TensorFlow's strategy, whose workers are the ranks. Before any other use of TensorFlow."""
     with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
+        # All ranks have theirs before any gives its port back.
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    cluster = {"worker": world.allgather(address)}
+        cluster = {"worker": world.allgather(address)}
     task = {"type": "worker", "index": world.rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
     try:

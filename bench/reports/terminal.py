@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -25,6 +27,8 @@ class RichTable(TextTable):
             self._table.add_column("\n".join(titles), justify="right", no_wrap=True)
         self._live = Live(self._table, console=self._console, vertical_overflow="visible")
         self._live.start()
+        # A program that is interrupted would leave the terminal without its cursor.
+        atexit.register(self._live.stop)
 
     def add(self, row: Row) -> None:
         """Add a row; red if anything is wrong."""

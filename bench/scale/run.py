@@ -80,6 +80,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.sizes is None:
         options.sizes = parse_sizes(_MEASURED_SIZES if options.measured else _SIZES)
     options.sizes = sorted(set(options.sizes))
+    if options.sizes[0] < 1:
+        parser.error("--sizes: must be at least 1")
+    if options.measured and options.output:
+        parser.error("--output is of predictions, which --measured doesn't make")
     return options
 
 

@@ -46,7 +46,7 @@ def batches(seed: int, steps: int) -> Iterator[Batch]:
 def make_step(strategy: strategies.Strategy) -> Callable[[Batch], None]:
     """A step function for `run`."""
     with strategy.scope():
-        model = Perceptron(0, WIDTHS)
+        model = Perceptron(WIDTHS)
         optimizer = strategies.optimizers.SGD(0.1)
 
     def step(batch: Batch) -> None:
@@ -157,7 +157,8 @@ def main() -> int:
     if comm.rank == 0:
         row = {"strategy": options.strategy.replace("_", " "), "ranks": comm.size}
         row |= {"ranks that train": comm.size - idle, "steps/s": round(float(np.mean(rates)))}
-        print_rows(f"{WIDTHS}, batch {BATCH} per training rank, mean over these ranks", [row])
+        about = f"{WIDTHS}, batch {BATCH} per training rank; mean over these ranks"
+        print_rows(f"{about}, with the coordinator their sum", [row])
     return 0
 
 

@@ -49,16 +49,16 @@ def measure(strategy: strategies.Strategy, megabytes: int) -> dict[str, Any]:
     if not (variable.numpy() == REPEATS + WARM_UP).all():
         raise RuntimeError("the variable does not have the value that was pushed")
     ratios = np.array(seconds["pull"]) / np.array(seconds["copy"])
-    pull, both = (float(np.median(seconds[name])) for name in ("pull", "push and pull"))
-    push_alone = both - pull
+    pull = float(np.median(seconds["pull"]))
+    alone = float(np.median(np.array(seconds["push and pull"]) - np.array(seconds["pull"])))
     return {
         "MB": megabytes,
         "copy GB/s": round(megabytes / 1e3 / float(np.median(seconds["copy"])), 2),
         "pulls/s": round(1 / pull, 1),
         "pull GB/s": round(megabytes / 1e3 / pull, 2),
         "pull over copy": round(float(np.median(ratios)), 2),
-        "pushes/s": round(1 / push_alone, 1),
-        "push GB/s": round(megabytes / 1e3 / push_alone, 2),
+        "pushes/s": round(1 / alone, 1) if alone > 0 else "-",
+        "push GB/s": round(megabytes / 1e3 / alone, 2) if alone > 0 else "-",
     }
 
 

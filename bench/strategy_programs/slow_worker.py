@@ -50,7 +50,7 @@ def main() -> int:
         strategy.serve()
         return 0
     with strategy.scope():
-        model = Perceptron(0, WIDTHS)
+        model = Perceptron(WIDTHS)
         optimizer = strategies.optimizers.SGD(0.1)
     slow = working.rank == WORKERS - 1
     rates: dict[str, list[list[float]]] = {"all equal": [], "one slow": []}

@@ -30,7 +30,7 @@ def make_step(strategy: strategies.Strategy, batch: int) -> Callable[[], Any]:
     images = generator.normal(size=(batch, WIDTHS[0])).astype(np.float32)
     labels = generator.integers(0, WIDTHS[-1], batch)
     with strategy.scope():
-        model = Perceptron(seed=0)
+        model = Perceptron()
         optimizer = strategies.optimizers.SGD(0.001, momentum=0.9)
     views = optimizer.gradient_views(model.variables)
 
@@ -88,7 +88,7 @@ def main() -> int:
         }
         for kind, times in seconds.items()
     ]
-    about = f"{Perceptron(0).parameters:,} parameters, {comm.size} ranks, the slowest rank's time"
+    about = f"{Perceptron().parameters:,} parameters, {comm.size} ranks, the slowest rank's time"
     if comm.rank == 0:
         print_rows(about, rows)
     return 0

@@ -151,23 +151,25 @@ class TaskServer:
     def _serve(self, connection: socket.socket, peer: str) -> None:
         """Serve one connection to its end."""
         rank: int | None = None
-        # The client has ended then, or it is no task.
-        with (
-            suppress(OSError, EOFError, ValueError),
-            connection,
-            cast(BinaryIO, connection.makefile("rwb")) as stream,
-        ):
-            rank, answer = self._admit(connection, stream, peer)
-            write(stream, answer)
-            connection.settimeout(None)
-            while rank is not None:
-                write(stream, self._answer(read(stream, list)))
-        with self._lock:
-            self._unproved.pop(connection, None)
-            self._connections.pop(connection, None)
-            # A task that is started again may connect again.
-            if rank is not None:
-                del self._peers[rank]
+        try:
+            # The client has ended then, or it is no task.
+            with (
+                suppress(OSError, EOFError, ValueError),
+                connection,
+                cast(BinaryIO, connection.makefile("rwb")) as stream,
+            ):
+                rank, answer = self._admit(connection, stream, peer)
+                write(stream, answer)
+                connection.settimeout(None)
+                while rank is not None:
+                    write(stream, self._answer(read(stream, list)))
+        finally:
+            with self._lock:
+                self._unproved.pop(connection, None)
+                self._connections.pop(connection, None)
+                # A task that is started again may connect again.
+                if rank is not None:
+                    del self._peers[rank]
 
     def _admit(
         self, connection: socket.socket, stream: BinaryIO, peer: str

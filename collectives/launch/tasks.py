@@ -113,7 +113,10 @@ def read(stream: BinaryIO, kind: type, longest: int = _LONGEST_LINE) -> Any:
     line = stream.readline(longest)
     if not line.endswith(b"\n"):
         raise EOFError("the connection was closed")
-    value = json.loads(line)
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError("a value in too many lists") from None
     if not isinstance(value, kind):
         raise ValueError(f"{value!r} where a {kind.__name__} was expected")
     return value

@@ -37,7 +37,21 @@ def test_a_row_without_a_peer(tmp_path):
         compare.table(one, {})
 
 
-@pytest.mark.parametrize("content", [None, "not JSON", "{}", '{"sections": [{"title": "a"}]}'])
+def test_files_without_a_common_row(tmp_path, capsys):
+    paths = [str(recorded(tmp_path, "a", 1e-6, None)), str(tmp_path / "empty.json")]
+    (tmp_path / "empty.json").write_text('{"sections": []}', encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(["--before", paths[0], "--after", paths[1]])
+    assert "no row in common" in capsys.readouterr().err
+
+
+ROW = {"title": "a", "rows": [{"nbytes": 8, "out_of_place": {}, "in_place": None}]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "not JSON", "{}", '{"sections": [{"title": "a"}]}', json.dumps({"sections": [ROW]})],
+)
 def test_other_files_are_named(tmp_path, capsys, content):
     path = tmp_path / "other.json"
     if content is not None:

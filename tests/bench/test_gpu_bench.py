@@ -12,7 +12,7 @@ from bench.cases import CASES
 from bench.gpu import bars, run
 from bench.gpu.bare import NAME, Bare, transport_of
 from bench.gpu.measure import GpuBench
-from bench.gpu.memory import MOST_SETS, sets_of
+from bench.gpu.memory import MOST_SETS, buffer_sets, sets_of
 from bench.gpu.options import COLLECTIVES, parse
 from bench.measure import Settings
 from bench.options import problems
@@ -252,12 +252,23 @@ def test_copy_bound_sizes(monkeypatch):
     assert bar.name == "all_reduce of 1 MiB over the bare call"
 
 
-def test_a_whole_run_on_a_simulated_gpu(monkeypatch, tmp_path, capsys):
+def test_all_ranks_cycle_as_many_sets_of_buffers():
+    with simulated() as (cuda, _):
+        for name in ("reduce", "gather", "scatter", "exscan", "all_reduce"):
+            problem = Problem(2, 1 << 18, np.dtype("f4"))
+            case, cache = CASES[name], 50 << 20
+            sets = [buffer_sets(case, problem, rank, cuda, None, cache) for rank in range(2)]
+            assert len(sets[0]) == len(sets[1]) > 1, name
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_whole_run_on_a_simulated_gpu(op, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bars, "COPY_BOUND", (1 << 20,))
     for name, number in (("_REPEATS", 2), ("_BATCH", 5), ("TENSORS", 20)):
         monkeypatch.setattr(bars, name, number)
     file = tmp_path / "gpu.md"
-    line = "--sizes 8,4K --tensors 5 --repeats 2 --warmup 1 --rotate 2 --calls 3 --markdown"
+    line = "--sizes 8,4K --tensors 5 --repeats 2 --warmup 1 --rotate 2 --calls 3"
+    line += f" --op {op} --markdown"
     options = parse([*line.split(), str(file)])
 
     def program(comm, cuda, device, bench):
@@ -267,9 +278,12 @@ def test_a_whole_run_on_a_simulated_gpu(monkeypatch, tmp_path, capsys):
 
     assert on_simulated(1, program) == [0]
     text = file.read_text()
-    for name in COLLECTIVES:
-        assert f"python -m bench.gpu {name} " in text
     printed = capsys.readouterr().out
+    for name in COLLECTIVES:
+        if op == "mean" and name in ("scan", "exscan"):
+            assert f"can't measure {name}: op='mean'" in printed
+        else:
+            assert f"python -m bench.gpu {name} " in text
     for bar in (
         "all_reduce of 4 bytes",
         "pack and unpack of 20",

@@ -250,6 +250,8 @@ def test_tables_and_files(tmp_path, capsys):
         (["--ranks", "1"], "must be at least 2"),
         (["--ranks", "12"], "12 ranks don't fill nodes of 8"),
         (["--networks", "token ring"], "'token ring' is not one of"),
+        (["--sizes", "0,1M"], "--sizes: must be at least 1"),
+        (["--measured", "--output", "."], "--output is of predictions"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(arguments, problem, capsys):

@@ -176,7 +176,7 @@ def test_strangers_get_nothing_from_the_server():
     server = TaskServer(whole, SECRET, insecure=False)
     server.set("token", "value")
     hello = json.dumps(HELLO | {"cluster": whole.digest}).encode() + b"\n"
-    for lines in ([b"nothing\n"], [b"x" * 5000], [hello, b'"no"\n']):
+    for lines in ([b"nothing\n"], [b"x" * 5000], [b"[" * 1023 + b"\n"], [hello, b'"no"\n']):
         with socket.create_connection(("127.0.0.1", whole.port), 5) as stranger:
             for line in (*lines, b'["get", "token"]\n'):
                 stranger.sendall(line)
@@ -190,6 +190,10 @@ def test_strangers_get_nothing_from_the_server():
             found = [json.loads(line) for line in received.splitlines()]
             assert [list(each) for each in found] == ([["random"], []] if lines[0] == hello else [])
     assert server.check(["token"]), "the start goes on"
+    end = time.monotonic() + 20
+    while server._connections:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     server.close()
 
 
