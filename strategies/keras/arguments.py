@@ -31,6 +31,7 @@ def agreed_arguments(
     if name == "train_on_batch":
         # The other loops take the chief's.
         compared["learning_rate"] = [float(copy_of(each)) for each in learning_rates(model)]
+        compared["trained weights"] = len(model.trainable_variables)
     times = "" if compiled == 1 else f"the model is compiled {compiled} times"
     text = ", ".join(f"{key}={_description(value)}" for key, value in compared.items())
     refuse_differences(

@@ -53,6 +53,8 @@ class Pieces(DataAdapter):
         self._compared = False
         self.lengths: list[int] | None = None
         """The lengths of the global batches in the order of reading, if it is a list."""
+        self.numbers: tuple[int | None, ...] | None = None
+        """Every rank's number of batches, where they differ and the ranks agree on the end."""
         self._begun: Iterator[Any] | None = None
 
     def peek(self) -> Any:
@@ -100,9 +102,9 @@ class Pieces(DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches; None if it is unknown."""
-        number: int | None = self._whole.num_batches
-        return number
+        """The number of batches, the largest of all ranks' where they differ; None if unknown."""
+        numbers = self.numbers or (self._whole.num_batches,)
+        return None if None in numbers else max(numbers)
 
     @property
     def batch_size(self) -> int | None:
@@ -258,6 +260,20 @@ def _refuse_unsliceable(*arrays: Any) -> None:
                 f"the data are a {kind}, which isn't divided into the ranks' rows: give a"
                 " tf.data.Dataset of batches, such as from_tensor_slices(…).batch(…)"
             )
+
+
+def end_together(training: Training, *adapters: Any) -> None:
+    """Have as many steps on every rank where TensorFlow's datasets differ. Collective.
+
+    Its iterators give a rank without more data batches without rows.
+    """
+    pieces = [each for each in adapters if isinstance(each, Pieces)]
+    if training.reduces or not pieces:
+        return
+    numbers = training.communicator.all_gather_object([each.num_batches for each in pieces])
+    for each, found in zip(pieces, zip(*numbers, strict=True), strict=True):
+        if len(set(found)) > 1:
+            each.numbers = found
 
 
 def refuse_different_arrays(communicator: Communicator, name: str, *adapters: Any) -> None:

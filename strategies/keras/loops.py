@@ -24,7 +24,12 @@ from strategies.keras.callbacks import (
     callbacks_of_rank,
     errors_kept,
 )
-from strategies.keras.data import refuse_different_arrays, share_data, warn_of_different_batches
+from strategies.keras.data import (
+    end_together,
+    refuse_different_arrays,
+    share_data,
+    warn_of_different_batches,
+)
 from strategies.keras.orders import common_seed
 from strategies.keras.shares import Share, length_of, share_of
 from strategies.keras.state import divide_sums, refuse_different_weights
@@ -80,6 +85,7 @@ class LoopMethods:
 
         x, validation = call_on_all(training.communicator, "fit's data", shared)
         refuse_different_arrays(training.communicator, "fit", x, validation)
+        end_together(training, x, validation)
         callbacks = callbacks_of_fit(training, self._statistics, given["callbacks"])
         given |= {"x": x, "validation_data": validation, "callbacks": callbacks}
         given["verbose"] = self._verbose(given)
@@ -180,7 +186,8 @@ class LoopMethods:
             self._training.rows_read = length_of(pieces)
             with errors_as_raised():
                 logs = getattr(self._kind, name)(self._model, **given)
-            logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
+                # JAX reports an error of the step where its results are read.
+                logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
         return logs if as_dictionary else self._model._flatten_metrics_in_order(logs)
 
     def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
@@ -197,6 +204,7 @@ class LoopMethods:
             communicator, f"{name}'s data", lambda: share_data(self._training, **options)
         )
         refuse_different_arrays(communicator, name, x)
+        end_together(self._training, x)
         callbacks = callbacks_of_rank(self._training, given["callbacks"])
         return given | {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
 

@@ -366,6 +366,10 @@ def loops_begin_with_the_chiefs_state():
         together.optimizer.learning_rate = 0.5
     call = partial(together.train_on_batch, X, Y)
     raised_everywhere(ValueError, "learning_rate=['0.5']", call)
+    _, together = compiled()
+    together.train_on_batch(X, Y)
+    together.layers[0].trainable = RANK < SIZE - 1
+    raised_everywhere(ValueError, "trained weights=2", partial(together.train_on_batch, X, Y))
     with STRATEGY.scope():
         together = dense()
         together.compile("sgd", "mse", steps_per_execution=2 if RANK == 1 else 1)
@@ -1352,6 +1356,13 @@ if BACKEND == "jax":
         import collectives.jax as cj
         from collectives.jax import host_calls
 
+        _, together = compiled()
+        together.train_on_batch(X, Y)
+        if RANK == SIZE - 1:
+            communicator = together.fit.__self__._training.communicator
+            together.train_function = lambda *_: communicator.all_reduce(np.ones(2, np.int8))
+        step = partial(together.train_on_batch, X, Y)
+        raised_everywhere(collectives.MismatchError, "int8", step)
         value = jnp.ones(3 + RANK)
         uses_ffi = host_calls.uses_ffi
         for used in (True, False):  # without, by pure_callback

@@ -97,6 +97,23 @@ def test_the_end_of_data_is_no_step(tf, ds, comm):
         assert int(model.optimizer.iterations.numpy()) == 2 * steps
 
 
+def test_datasets_with_other_numbers_of_batches(tf, strategy, comm, equal_on_all):
+    """Each rank's own rows: an epoch has as many steps as the longest dataset has batches."""
+    rows = 8 * np.arange(1.0, 41.0, dtype=np.float32)[:, None] ** -1
+    data = tf.data.Dataset.from_tensor_slices((rows, 2 * rows)).batch(4).take(4 + comm.rank)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    given = data.with_options(options)
+    history = model.fit(given, epochs=2, verbose=0, validation_data=given).history
+    assert int(model.optimizer.iterations.numpy()) == 2 * (4 + comm.size - 1)
+    found = model.evaluate(given, verbose=0)
+    assert history["val_loss"][-1] == pytest.approx(found[0])
+    equal_on_all([*found, *model.get_weights()])
+
+
 def test_ranks_that_compile_or_end_differently(tf, strategy, comm):
     """Weights that each rank has changed by itself are noticed when `fit` ends."""
 
