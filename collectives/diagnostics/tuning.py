@@ -1,7 +1,7 @@
 """Measurement of the paths, so that the cost model selects by measured parameters.
 
-Every path of all_reduce is timed for a small and a few larger sizes, which takes a second or two.
-The cost parameters fitted to the times (`execution.calibration`) apply to the other collectives
+The ring, recursive doubling, MPI's own all_reduce and the node's memory are timed for a small and a
+few larger sizes, which takes a second or two. The cost parameters fitted to the times (`execution.calibration`) apply to the other collectives
 too, which use the same mechanisms. With shared memory on several nodes, all nodes are timed at
 once.
 """
