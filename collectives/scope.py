@@ -1,4 +1,4 @@
-"""Names of operations, for messages about the calls within them."""
+"""Operations of several calls: their names in messages, and whether they have made any."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def named_scope(comm: Group, name: str) -> Iterator[None]:
         yield
     finally:
         call.scope = outer
+
+
+def calls_made(comm: Group) -> int:
+    """The number of calls that the ranks have compared so far."""
+    check = comm._engine.call_check
+    return 0 if check is None else check.sequence

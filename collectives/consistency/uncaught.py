@@ -46,8 +46,13 @@ def raised_on_all(error: Error, rank: int, shown_by: int = 0) -> Error:
     If no rank catches it, only `shown_by` prints the traceback, the others one line each. If all
     ranks catch it, they may continue, because they are in step.
     """
+    return in_step(shown_by_one(error, rank, shown_by))
+
+
+def shown_by_one(error: Error, rank: int, shown_by: int = 0) -> Error:
+    """Mark an error which every rank raises that runs the same program, as far as one rank sees."""
     setattr(error, _SHOWN_BY, None if rank == shown_by else shown_by)
-    return in_step(error)
+    return error
 
 
 @contextmanager
@@ -62,7 +67,7 @@ def raising_on_all(rank: int) -> Iterator[None]:
         raise  # raised only on the ranks that waited
     except Exception as error:
         # Not marked as in step: the exception may come from a signal handler.
-        setattr(error, _SHOWN_BY, None if rank == 0 else 0)
+        shown_by_one(error, rank)
         raise
 
 

@@ -1,9 +1,9 @@
 """Measurement of the paths, so that the cost model selects by measured parameters.
 
 The ring, recursive doubling, MPI's own all_reduce and the node's memory are timed for a small and a
-few larger sizes, which takes a second or two. The cost parameters fitted to the times (`execution.calibration`) apply to the other collectives
-too, which use the same mechanisms. With shared memory on several nodes, all nodes are timed at
-once.
+few larger sizes, which takes a second or two. The cost parameters fitted to the times
+(`execution.calibration`) apply to the other collectives too, which use the same mechanisms. With
+shared memory on several nodes, all nodes are timed at once.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collectives.arrays.kinds import to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest, values
-from strategies.core.indexed_slices import IndexedSlices, map_apart, reduce_slices, refuse_slices
+from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices, structure
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.reports import Report, agree, explained
 from strategies.core.same_error import PropagatedErrors
@@ -59,7 +59,7 @@ def reduce_nest(
             refuse_slices(given, "reduce over an axis")
             _refuse_gpus(given)
         arrays = [_seen(leaf) for leaf in given]
-    report = Report(f"reduce({op.value}, axis={axes})", _structure(value, given))
+    report = Report(f"reduce({op.value}, axis={axes})", structure(value, given))
     if axes is not None:
         totals = _reduce_over(communicator, arrays, axes, op, report, all_reduce)
     elif plainly and _goes_at_once(given, arrays):
@@ -71,12 +71,13 @@ def reduce_nest(
             array[:0] if isinstance(leaf, IndexedSlices) else array
             for leaf, array in zip(given, arrays, strict=True)
         ]
-        agree(communicator, report.of(heads), "reduce")
-        totals = map_apart(
-            given,
-            lambda leaves: all_reduce(leaves, op),
-            lambda slices: reduce_slices(communicator, slices, op),
-        )
+        with strategy.deadline(options):
+            agree(communicator, report.of(heads), "reduce")
+            totals = map_apart(
+                given,
+                lambda leaves: all_reduce(leaves, op),
+                lambda slices: strategy.gather_slices(slices, op),
+            )
     return nest.pack_like(value, totals)
 
 
@@ -115,16 +116,6 @@ def _refuse_gpus(given: Sequence[Any]) -> None:
             "reduce over an axis takes arrays of the host: sum over the axis first and reduce with"
             " axis=None, or give the array's get()"
         )
-
-
-def _structure(value: Any, given: Sequence[Any]) -> str:
-    """The nest, and which of its arrays are rows of larger ones."""
-    rows = [
-        f"{place}: rows of {leaf.dense_shape}"
-        for place, leaf in enumerate(given)
-        if isinstance(leaf, IndexedSlices)
-    ]
-    return nest.structure(value) + (f" with {', '.join(rows)}" if rows else "")
 
 
 def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:

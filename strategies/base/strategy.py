@@ -276,7 +276,7 @@ class Strategy(Replication):
     ) -> list[Any]:
         if self._cross_device_ops is None:
             return super()._all_reduce_by(arrays, op, options, batch)
-        with self._collectives.deadline(options), contexts.entered(self, None):
+        with self.deadline(options), contexts.entered(self, None):
             merged = self._collectives.options.merge(options)
             return reduce_by(self._cross_device_ops, op, arrays, merged, batch=batch)
 

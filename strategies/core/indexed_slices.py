@@ -93,16 +93,31 @@ def as_indices(indices: Any) -> Array:
     return array.astype(np.int64, copy=False)
 
 
-def reduce_slices(communicator: Communicator, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+def structure(value: Any, leaves: Sequence[Any]) -> str:
+    """The nest of these leaves, and which of its arrays are rows of larger ones."""
+    rows = [
+        f"{place}: rows of {leaf.dense_shape}"
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, IndexedSlices)
+    ]
+    return nest.structure(value) + (f" with {', '.join(rows)}" if rows else "")
+
+
+def reduce_slices(
+    communicator: Communicator, slices: IndexedSlices, op: ReduceOp | None
+) -> IndexedSlices:
     """The ranks' slices concatenated, duplicates kept; MEAN divides them by the number of ranks.
 
-    Collective. As `tf.distribute` does it (`cross_device_utils.aggregate_tensors_or_indexed_slices`
-    and the division after it).
+    With op None they are those of rank 0. Collective. As `tf.distribute` does it
+    (`cross_device_utils.aggregate_tensors_or_indexed_slices` and the division after it).
     """
-    values = communicator.all_gather(slices.values)
-    indices = communicator.all_gather(slices.indices)
+    kept = 0 if op is None and communicator.rank else len(slices.indices)
+    values = communicator.all_gather(slices.values[:kept])
+    indices = communicator.all_gather(slices.indices[:kept])
     if op is ReduceOp.MEAN:
-        values = np.asarray(values / values.dtype.type(communicator.size), values.dtype)
+        # Of integers float64, as of arrays.
+        dtype = np.float64 if values.dtype.kind in "biu" else values.dtype
+        values = np.asarray(values / np.dtype(dtype).type(communicator.size), dtype)
     return IndexedSlices(values, indices, slices.dense_shape)
 
 

@@ -10,28 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
+from collectives import (
+    BackendUnavailableError,
+    CollectiveError,
+    Communicator,
+    DeadlineExceededError,
+    MismatchError,
+    RankFailedError,
+)
 from collectives.consistency.uncaught import raised_on_all
-from collectives.errors import UnusableError, in_step, is_in_step, portable, summary_of
-from collectives.scope import named_scope
+from collectives.errors import UnusableError, is_in_step, portable, summary_of
+from collectives.scope import calls_made, named_scope
 
 Report = TypeVar("Report")
 Result = TypeVar("Result")
 
 
-def wrong_context(message: str) -> RuntimeError:
-    """The error of a call in a wrong context: all ranks run the same program, and raise it."""
-    return in_step(RuntimeError(message))
-
-
-def propagate(communicator: Communicator | None, error: Exception, *what: object) -> None:
+def propagate(
+    communicator: Communicator | None, error: Exception, calls: int, *what: object
+) -> None:
     """Raise an error on the other ranks where this one fails before a collective call.
 
     This rank makes another call than the others, so that all ranks raise the same MismatchError,
     with the error's text. Where all ranks have the same error this returns, and the caller raises
-    it. The call's name is joined from the parts of `what`. communicator None: no rank waits.
+    it. `calls` is `calls_made` before the checks. The call's name is joined from the parts of
+    `what`. communicator None: no rank waits.
     """
-    if communicator is None or _is_shared(error):
+    if communicator is None or _is_shared(error, communicator, calls):
         return
     name = ".".join(map(str, what))
     try:
@@ -44,28 +49,34 @@ def propagate(communicator: Communicator | None, error: Exception, *what: object
 class PropagatedErrors:
     """A context for checks before a collective call: `propagate` what they raise."""
 
-    __slots__ = ("_communicator", "_what")
+    __slots__ = ("_calls", "_communicator", "_what")
 
     def __init__(self, communicator: Communicator | None, *what: object) -> None:
         self._communicator, self._what = communicator, what
 
     def __enter__(self) -> None:
         """Begin the checks."""
+        self._calls = 0 if self._communicator is None else calls_made(self._communicator)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Propagate an error; interruptions of this rank are not errors of the call."""
         if isinstance(error, Exception):
-            propagate(self._communicator, error, *self._what)
+            propagate(self._communicator, error, self._calls, *self._what)
 
 
-def _is_shared(error: Exception) -> bool:
+def _is_shared(error: Exception, communicator: Communicator, calls: int) -> bool:
     """Whether all ranks raise the error, or the communicator has ended.
 
-    A missing library for GPUs is the only error of collectives that one rank finds by itself.
+    Those of its calls are shared, of which it has made none if there are as many as before: the
+    error is of another communicator, or was raised before. A call that exceeded its deadline isn't
+    counted. A missing library for GPUs is found by one rank alone.
     """
-    if is_in_step(error) or isinstance(error, UnusableError):
+    if isinstance(error, UnusableError | DeadlineExceededError | RankFailedError):
         return True
-    return isinstance(error, CollectiveError) and not isinstance(error, BackendUnavailableError)
+    if isinstance(error, BackendUnavailableError) and not is_in_step(error):
+        return False
+    shared = is_in_step(error) or isinstance(error, CollectiveError)
+    return shared and calls_made(communicator) != calls
 
 
 def compare(
@@ -142,10 +153,11 @@ def call_on_all(
     as they were `sent`. The action may itself be collective: errors that all ranks have already are
     raised as they are.
     """
+    calls = calls_made(communicator)
     try:
         result = action()
     except Exception as error:
-        if not _is_shared(error):
+        if not _is_shared(error, communicator, calls):
             # Here, so that this rank's error is the context of one that the comparison raises.
             raise_on_all(communicator, what, error, chosen, sent)
         raise

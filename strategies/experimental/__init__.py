@@ -10,6 +10,8 @@ from strategies.core.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from strategies.core.same_error import PropagatedErrors
+from strategies.core.world import world_of
 from strategies.experimental import coordinator, partitioners
 from strategies.input import ValueContext
 from strategies.parameter_server import ParameterServerStrategy
@@ -48,5 +50,6 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
         *,
         communicator: Communicator | None = None,
     ) -> None:
-        options = CommunicationOptions(implementation=communication)
+        with PropagatedErrors(world_of(communicator), "MultiWorkerMirroredStrategy"):
+            options = CommunicationOptions(implementation=communication)
         super().__init__(cluster_resolver, options, communicator=communicator)

@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from collectives.consistency.uncaught import raised_on_all
+from collectives.consistency.uncaught import shown_by_one
 from strategies.foreign.framework import Framework
 from strategies.foreign.keras_models import Keras
 from strategies.foreign.tensorflow_models import TensorFlow
@@ -70,7 +70,7 @@ def refused_on_all(thing: Any, what: str, rank: int) -> TypeError:
 
     `rank` is this rank's number in the strategy's communicator. Rank 0 shows the traceback.
     """
-    return raised_on_all(refused(thing, what), rank)
+    return shown_by_one(refused(thing, what), rank)
 
 
 def refused_for_variable(thing: Any, position: int) -> TypeError | None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-from strategies.core.same_error import wrong_context
 from strategies.core.values import Array, as_array, cast, on_host
 from strategies.foreign.registry import refused_for_variable
 from strategies.replication.contexts import has_strategy
@@ -87,12 +86,13 @@ def absent_text(pairs: Pairs) -> str:
 
 
 def _wrong_strategy(variable: Variable, strategy: Replication) -> RuntimeError:
-    wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
+    kind = type(variable.strategy).__name__
+    wrong = f"{variable} belongs to a {kind}, but apply_gradients was called"
     if not has_strategy():
-        return wrong_context(f"{wrong} outside of its `run`: call it inside")
-    return wrong_context(
-        f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
-        " of the strategy that runs"
+        return RuntimeError(f"{wrong} outside of its `run`: call it inside")
+    return RuntimeError(
+        f"{wrong} as a replica of another strategy, a {type(strategy).__name__}: create variables"
+        " in the scope of the strategy that runs"
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from strategies.core import nest, values
-from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
+from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices, structure
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
-from strategies.core.same_error import PropagatedErrors, wrong_context
+from strategies.core.same_error import PropagatedErrors
 from strategies.foreign.guards import ScopeGuard, call_guarded
 from strategies.foreign.registry import any_loaded
 from strategies.replication.replication import Replication
@@ -83,11 +83,12 @@ class ReplicaContext:
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
         strategy, leaves = self.strategy, _contents(value)
         self._compare("all_reduce", value, leaves, options)
-        folded = map_apart(
-            leaves,
-            lambda arrays: strategy.all_reduce_arrays(arrays, op, options),
-            lambda slices: strategy.gather_slices(slices, op),
-        )
+        with nullcontext() if options is None else strategy.deadline(options):
+            folded = map_apart(
+                leaves,
+                lambda arrays: strategy.all_reduce_arrays(arrays, op, options),
+                lambda slices: strategy.gather_slices(slices, op),
+            )
         return nest.pack_like(value, folded)
 
     def reduce_to(
@@ -122,14 +123,12 @@ class ReplicaContext:
     def _compare(
         self, what: str, value: Any, leaves: Sequence[Any], options: CommunicationOptions | None
     ) -> None:
-        """A MismatchError where the nests' structures differ.
+        """A MismatchError where the nests' structures differ, or the shapes whose rows are given.
 
-        Shapes and dtypes, and so a single array, are compared when the arrays are sent.
+        Other shapes and dtypes, and so a single array, are compared when the arrays are sent.
         """
-        if isinstance(value, Mapping | list | tuple):
-            sparse = [n for n, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
-            text = f"{what} of {nest.structure(value)}" + (f", sparse {sparse}" if sparse else "")
-            self.strategy.barrier(text, options)
+        if isinstance(value, Mapping | list | tuple | IndexedSlices):
+            self.strategy.barrier(f"{what} of {structure(value, leaves)}", options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -146,7 +145,7 @@ class ReplicaContext:
     def _require_in_force(self, what: str) -> None:
         current = get_replica_context()
         if current is None or current.strategy is not self.strategy:
-            raise wrong_context(
+            raise RuntimeError(
                 f"ReplicaContext.{what} must be called as that replica of {self.strategy}, inside"
                 f" `run`, but the context is {'another' if current else 'cross-replica'}"
             )
@@ -210,12 +209,12 @@ def require_cross_replica(what: str, strategy: Replication | None = None) -> Non
     if not has_strategy():
         return
     if not in_cross_replica_context():
-        raise wrong_context(
+        raise RuntimeError(
             f"{what} requires a cross-replica context, but was called inside `run`: call it after"
             " `run`, with what the replicas returned"
         )
     if strategy is not None and get_strategy() is not strategy:
-        raise wrong_context(
+        raise RuntimeError(
             f"Mixing different strategies: {what} of {strategy} was called inside the scope of"
             f" {get_strategy()}"
         )
@@ -262,9 +261,7 @@ def experimental_set_strategy(strategy: Replication | None) -> None:
     left, once the other strategy is in force.
     """
     if len(_stack.frames) > _stack.permanent:
-        raise wrong_context(
-            "experimental_set_strategy must not be called inside a strategy's scope"
-        )
+        raise RuntimeError("experimental_set_strategy must not be called inside a strategy's scope")
     before, _stack.kept_out = _stack.kept_out, ExitStack()
     if strategy is None or strategy is _default():
         _stack.frames.clear()

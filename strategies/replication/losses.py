@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from strategies.core.same_error import wrong_context
 from strategies.core.values import Array, as_array, dtype_of_sum, whole_number
 from strategies.replication.contexts import get_strategy, in_cross_replica_context
 
 
 def _require_replica_context(what: str) -> None:
     if in_cross_replica_context():
-        raise wrong_context(f"{what} must be called as a replica, inside `run`")
+        raise RuntimeError(f"{what} must be called as a replica, inside `run`")
 
 
 def compute_average_loss(

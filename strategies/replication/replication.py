@@ -53,6 +53,8 @@ class Replication:
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         options = communication_options or CommunicationOptions()
         self._collectives = CollectivesWithOptions(communicator, options)
+        self.deadline = self._collectives.deadline
+        """(options): a context with the call's own deadline, if it has one."""
         self.reduces_plainly = options.leave_it_to_collectives
         """Whether `collectives` alone decides how arrays are reduced, which may be in place."""
         self.compresses = options.compression is not None
@@ -83,7 +85,7 @@ class Replication:
 
     def barrier(self, what: str, options: CommunicationOptions | None = None) -> None:
         """Wait for all replicas; a MismatchError on every rank where their texts differ."""
-        with self._collectives.deadline(options):
+        with self.deadline(options):
             self.communicator.barrier(what)
 
     def all_reduce_arrays(
@@ -126,10 +128,6 @@ class Replication:
 
     def gather_slices(self, slices: IndexedSlices, op: ReduceOp | None) -> IndexedSlices:
         """Concatenate the replicas' rows, in their order; with op None the first replica's rows."""
-        if op is None:
-            kept = len(slices.indices) if self.communicator.rank == 0 else 0
-            rows = slices.values[:kept], slices.indices[:kept]
-            slices, op = IndexedSlices(*rows, slices.dense_shape), ReduceOp.SUM
         return reduce_slices(self.communicator, slices, op)
 
     def broadcast_first(self, value: Array) -> Array:

@@ -12,7 +12,6 @@ from collectives.transports.local import alone
 from strategies.base.strategy import Strategy
 from strategies.core import values
 from strategies.core.options import ReduceOp, as_reduce_op
-from strategies.core.same_error import wrong_context
 from strategies.core.world import gpu_problem, parse_device, use_gpu, world_of
 from strategies.input import InputContext, InputOptions
 from strategies.replication import contexts
@@ -24,9 +23,7 @@ class DefaultStrategy(Strategy):
     def scope(self) -> AbstractContextManager[None]:
         """Change nothing; RuntimeError inside another strategy's scope."""
         if contexts.has_strategy():
-            raise wrong_context(
-                "Must not nest strategy scopes: the default strategy's is outermost"
-            )
+            raise RuntimeError("Must not nest strategy scopes: the default strategy's is outermost")
         return nullcontext()
 
     def run(

@@ -42,7 +42,10 @@ class MirroredStrategy(Strategy):
         communicator: Communicator | None = None,
     ) -> None:
         world = world_of(communicator)
-        given = f"devices={devices!r}, cross_device_ops={cross_device_ops!r}"
+        ops = cross_device_ops
+        # Another object's own text may differ by its address.
+        shown = ops if isinstance(ops, CrossDeviceOps) else ops and type(ops).__name__
+        given = f"devices={devices!r}, cross_device_ops={shown!r}"
         refuse_differences(world, "MirroredStrategy: the ranks' arguments differ", given)
         named = call_on_all(
             world, "MirroredStrategy", lambda: _checked(world, devices, cross_device_ops)

@@ -258,11 +258,16 @@ def test_slots_of_another_shape_than_the_named_variables_are_refused(stepped, tm
 def test_numbered_slots_of_another_shape_or_dtype_are_refused_when_they_are_made(array, tmp_path):
     strategy = lone_strategy()
     with strategy.scope():
-        saved, other = Variable(np.zeros((1, 3))), Variable(array)
+        first, saved, other = Variable(np.zeros(2)), Variable(np.zeros((1, 3))), Variable(array)
         forth, back = optimizers.Adam(), optimizers.Adam()
-    strategy.run(forth.apply_gradients, ([(np.ones(saved.shape), saved)],))
+    pairs = [(np.ones(each.shape), each) for each in (first, saved)]
+    strategy.run(forth.apply_gradients, (pairs,))
+    before = first.numpy().copy()
     path = Checkpoint(optimizer=forth).save(tmp_path / "state")
     Checkpoint(optimizer=back).restore(path)
-    pairs = [(np.ones(other.shape), other)]
+    pairs[1] = np.ones(other.shape), other
     match = r"mean was restored as float64 of shape \(1, 3\)"
     refusal(ValueError, match, strategy.run, back.apply_gradients, (pairs,))
+    # Nothing of the step was taken.
+    assert back.iterations == 1
+    np.testing.assert_array_equal(first.numpy(), before)

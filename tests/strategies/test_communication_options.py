@@ -10,6 +10,7 @@ from collectives import Communicator, DeadlineExceededError, OpMismatchError
 from collectives.transports.local import alone
 from strategies import MultiWorkerMirroredStrategy, Variable, get_replica_context, optimizers
 from strategies.communication import with_options
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.core.options import (
     CollectiveCommunication,
     CommunicationImplementation,
@@ -235,9 +236,16 @@ def test_a_call_waits_no_longer_than_its_timeout(comm, implementation):
     def replica():
         return get_replica_context().all_reduce("sum", np.ones(3), options)
 
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError, match=r"0\.3 s for rank 1"):
-            strategy.run(replica)
+    rows = IndexedSlices([1.0], [0], (2,))
+    for call in (
+        lambda: strategy.run(replica),
+        lambda: strategy.run(lambda: get_replica_context().all_reduce("sum", rows, options)),
+        lambda: strategy.extended.reduce_to("sum", np.ones(3), None, options),
+        lambda: strategy.extended.reduce_to("sum", rows, None, options),
+    ):
+        if comm.rank == 0:
+            with pytest.raises(DeadlineExceededError, match=r"0\.3 s for rank 1"):
+                call()
     comm.barrier()
     assert strategy.communicator.deadline == comm.deadline
     assert strategy.run(replica).tolist() == [2.0] * 3

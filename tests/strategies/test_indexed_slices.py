@@ -82,6 +82,23 @@ def test_ranks_slices_are_joined_in_their_order(size, op):
         assert joined.dense_shape == (ROWS, 2)
 
 
+def test_means_of_integers_and_rows_of_other_shapes():
+    def body(strategy):
+        rank = strategy.communicator.rank
+        given = IndexedSlices([rank + 1], [rank], (2,))
+        for mean in (
+            strategy.reduce("mean", given, axis=None),
+            strategy.run(lambda: get_replica_context().all_reduce("mean", given)),
+        ):
+            assert (mean.values.dtype, mean.values.tolist()) == (np.float64, [0.5, 1.0])
+        odd = IndexedSlices([1.0], [0], (3 + rank,))
+        with pytest.raises(MismatchError, match=r"rows of \(4,\)"):
+            strategy.run(lambda: get_replica_context().all_reduce("sum", odd))
+        return rank
+
+    assert on_ranks(2, body) == [0, 1]
+
+
 # --- applied by optimizers -----------------------------------------------------------------------
 
 OPTIMIZERS = {

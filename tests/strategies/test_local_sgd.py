@@ -529,6 +529,7 @@ def test_reductions_and_metrics_are_over_all_ranks(size):
         ({"sync_seconds": float("nan")}, ValueError, "must be above 0, and finite"),
         ({"sync_seconds": float("inf")}, ValueError, "must be above 0, and finite"),
         ({"sync_every": 1, "outer_optimizer": 0.7}, TypeError, "outer_optimizer is a float"),
+        ({"sync_every": 1, "outer_optimizer": optimizers.SGD}, TypeError, "is the class SGD"),
     ],
 )
 def test_what_is_refused(arguments, error, match):

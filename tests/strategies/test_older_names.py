@@ -1,11 +1,13 @@
 """Older names of TensorFlow's API are equivalent to the newer ones."""
 
+import functools
 import importlib
 
 import numpy as np
 import pytest
 
 import strategies
+from collectives import MismatchError
 from strategies import InputContext, MultiWorkerMirroredStrategy, experimental, get_strategy
 from strategies.core.options import CommunicationImplementation, CommunicationOptions, RunOptions
 from strategies.core.values import PerReplica
@@ -39,6 +41,15 @@ def test_a_resolver_is_the_second_argument(comm):
     assert strategy.cluster_resolver is resolver
     assert strategy.communicator.rank == 1 - comm.rank
     strategy.communicator.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_an_implementation_that_one_rank_misspells(comm):
+    given = "RING" if comm.rank == 0 else "RINGS"
+    make = functools.partial(experimental.MultiWorkerMirroredStrategy, given, communicator=comm)
+    with pytest.raises(MismatchError, match="implementation='RINGS'"):
+        make()
 
 
 def test_names():

@@ -1,11 +1,14 @@
 """One module raises the same error on every rank; where all is well it costs a barrier."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from collectives import Communicator, MismatchError
 from collectives.transports import local
 from strategies.core.same_error import (
+    PropagatedErrors,
     call_on_all,
     call_on_first,
     compare,
@@ -60,6 +63,29 @@ def test_the_error_of_one_rank_is_raised_on_every_rank_as_what_it_is():
 
     text = "[Errno 2] no such file: 'of rank 1'"
     assert on_ranks(3, body) == [(False, text, 0), (True, text, 1), (False, text, 2)]
+
+
+def test_an_error_that_one_rank_alone_has_though_it_was_common_before():
+    """It was raised on all ranks of another communicator, or by an earlier action."""
+
+    def body(comm):
+        marked = ValueError("of an earlier action")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="of an earlier"):
+                call_on_all(comm, "act", lambda: fail_on(1, comm, marked))
+        part = comm.split(min(comm.rank, 1))
+        for act in (partial(call_on_all, comm, "act"), partial(guarded, comm)):
+            with pytest.raises(MismatchError):
+                act(lambda: part.barrier(f"of rank {comm.rank}"))
+        return int(comm.all_reduce(np.array(comm.rank)))
+
+    assert on_ranks(3, body) == [3] * 3
+
+
+def guarded(comm, check):
+    with PropagatedErrors(comm, "act"):
+        check()
+    comm.barrier("act")
 
 
 def test_equal_errors_of_all_ranks_are_raised_by_each():

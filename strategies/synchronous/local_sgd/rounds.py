@@ -52,8 +52,9 @@ def agreed_rounds(communicator: Communicator, every: Any, seconds: Any, outer: A
     Raises ValueError unless one of `every` and `seconds` is given and possible, and on every rank
     where the ranks' arguments differ; TypeError for an outer optimizer that is none.
     """
+    kind = f"the class {outer.__name__}" if isinstance(outer, type) else f"a {type(outer).__name__}"
     # Not the object's own text, which would differ by its address.
-    settings = getattr(outer, "settings", outer and f"a {type(outer).__name__}")
+    settings = outer.settings if isinstance(outer, Optimizer) else outer and kind
     # Before they are checked, so that all ranks raise where one has a wrong argument.
     refuse_differences(
         communicator,
@@ -62,8 +63,7 @@ def agreed_rounds(communicator: Communicator, every: Any, seconds: Any, outer: A
     )
     rounds = Rounds(*_checked(every, seconds))
     if outer is not None and not isinstance(outer, Optimizer):
-        kind = type(outer).__name__
-        raise TypeError(f"outer_optimizer is a {kind}: must be one of strategies.optimizers")
+        raise TypeError(f"outer_optimizer is {kind}: must be one of strategies.optimizers")
     return rounds
 
 
