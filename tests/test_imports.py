@@ -25,7 +25,7 @@ COLLECTIVES = {
     "torch": {"arrays", "communicator", "compression", "consistency", "errors", "horovod"}
     | {"launching", "lifecycle", "reductions", "shm", "transports", "waiting", "world"},
     "horovod": {"communicator", "consistency", "errors", "reductions", "transports", "world"},
-    "jax": {"caching", "communicator", "consistency", "reductions", "world"},
+    "jax": {"caching", "calls", "communicator", "consistency", "reductions", "world"},
     "compression": {"arrays", "communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from collectives.calls.scans import refuse_mean
 from collectives.communicator import Communicator
 from collectives.jax.host_calls import HostFunction
 from collectives.jax.kinds import MESSAGES, PVARY, Call, rank_of
@@ -90,6 +91,7 @@ def scan(
 
     Only "sum" has a derivative: each rank's cotangent is the sum of those of ranks r and above.
     """
+    refuse_mean("scan", as_op(op))
     call = _of_dtypes(tree, Call("scan", given(comm), as_op(op).value))
     return _made(_reducible(tree, call.op), call, after, like=tree)
 

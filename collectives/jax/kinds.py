@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives.communicator import Communicator
+from collectives.consistency.signature import check_index
 from collectives.jax.host_calls import HostFunction
 from collectives.world import given
 
@@ -53,11 +54,8 @@ class Call:
 
 
 def rank_of(name: str, rank: int, comm: Communicator | None) -> int:
-    """The argument, if it is a rank; ValueError otherwise."""
-    size = given(comm).size
-    if not 0 <= rank < size:
-        raise ValueError(f"{name}={rank}: must be a rank from 0 to {size - 1}")
-    return int(rank)
+    """The argument, if it is a rank; ValueError or TypeError otherwise."""
+    return check_index(name, rank, given(comm).size)
 
 
 Bind = Callable[[Sequence[Any], Call], list[Any]]
@@ -124,24 +122,26 @@ def _exchange(call: Call, source: Any, target: Any) -> None:
     if call.source == call.dest == call.comm.rank:
         np.copyto(target, source)
         return
-    sent = None if call.dest is None else call.comm.isend(source, call.dest, call.tag)
+    sent = None if call.dest is None else call.comm.isend(source.copy(), call.dest, call.tag)
     if call.source is None:
         target[...] = 0
     else:
-        call.comm.recv(target, call.source, call.tag)
+        _recv(call, source, target)
     if sent is not None:
         sent.wait()
 
 
 def _send(call: Call, source: Any, target: Any) -> None:
     assert call.dest is not None
-    call.comm.send(source, call.dest, call.tag)
+    call.comm.send(source.copy(), call.dest, call.tag)
     _copy(call, source, target)
 
 
 def _recv(call: Call, source: Any, target: Any) -> None:
     assert call.source is not None
-    call.comm.recv(target, call.source, call.tag)
+    # A message that fails may still be in transit, when XLA has freed its arrays.
+    own = np.empty_like(target)
+    target[...] = call.comm.recv(own, call.source, call.tag)
 
 
 KINDS = {

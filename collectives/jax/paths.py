@@ -45,7 +45,9 @@ def _text_of_key(key: Any) -> str:
     """Equal for keys that are equal to a dictionary, as 1, 1.0 and True are."""
     if isinstance(key, str):
         return repr(str.__str__(key))
-    if isinstance(key, bool | int | float | np.number | np.bool_):
+    if isinstance(key, int | np.integer | np.bool_):
+        return str(int(key))
+    if isinstance(key, float | np.number):
         number = float(key)
         return str(int(key)) if number.is_integer() else repr(number)
     if isinstance(key, tuple):

@@ -123,6 +123,7 @@ class DenseBucket(Bucket):
         self._taken: set[int] = set()
         self._places = self._cut()
         self._views = [place.detach() for place in self._places]
+        self._shapes = [place.shape for place in self._places]
 
     def _cut(self) -> list[Any]:
         """The parts of the bucket, one for each parameter."""
@@ -148,7 +149,7 @@ class DenseBucket(Bucket):
             scale = 1 / self._comm.size
         if scale is not None:
             op = "sum"
-        refuse_changed(self.members, self._dtype)
+        refuse_changed(self.members, self._dtype, self._shapes)
         with torch.no_grad():
             self._collect()
             if scale == 0:
@@ -281,13 +282,12 @@ class CompressedBucket(DenseBucket):
         return self._finish
 
 
-def refuse_changed(members: Sequence[Member], dtype: Any) -> None:
-    """UnusableGradientError, whose text lacks the remedy, for a parameter of another dtype now."""
-    for name, parameter in members:
-        if parameter.dtype is not dtype:
-            raise UnusableGradientError(
-                f"{name}: its dtype was {dtype} at first, and is {parameter.dtype} now: "
-            )
+def refuse_changed(members: Sequence[Member], dtype: Any, shapes: Sequence[Any]) -> None:
+    """UnusableGradientError, whose text lacks the remedy, for a parameter of another kind now."""
+    for (name, each), shape in zip(members, shapes, strict=True):
+        if each.dtype is not dtype or each.shape != shape:
+            was, now = f"{dtype} {list(shape)}", f"{each.dtype} {list(each.shape)}"
+            raise UnusableGradientError(f"{name}: it was {was} at first, and is {now} now: ")
 
 
 def _zeros(comm: Communicator, length: int, dtype: Any) -> Any:

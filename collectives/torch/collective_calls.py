@@ -167,6 +167,7 @@ class CollectiveCalls:
 
     def _reduce_scatter(self, output: Any, flat: Any, op: Any) -> None:
         if flat.numel() != output.numel() * self.comm.size:
+            self.comm.barrier(f"reduce_scatter of {flat.numel()} elements into {output.numel()}")
             raise ValueError(
                 f"reduce_scatter: the input has {flat.numel()} elements and the output"
                 f" {output.numel()}: must be {self.comm.size} times as many"

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from collectives.communicator import Communicator
-from collectives.errors import BackendUnavailableError, DeadlineExceededError, LaunchError
+from collectives.errors import BackendUnavailableError, LaunchError
 from collectives.launching.start import session, start_mpi, start_through
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.members import Members
@@ -21,8 +21,12 @@ from collectives.world import world
 # MPI guarantees tags up to 32767.
 _TAGS = 1 << 15
 
-_given_up: Counter[str] = Counter()
-"""How often a group was not created in time, by torch's name: the next attempt has other keys."""
+_created: Counter[str] = Counter()
+"""How often this process has created a group, by torch's name, which torch may use again.
+
+Each time has other keys of the store, which may outlive the group. "" counts the groups of all
+ranks, with each of which torch numbers the others anew.
+"""
 
 
 def create(backend: str, options: Any) -> CollectivesProcessGroup:
@@ -38,13 +42,17 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     if not options.global_ranks_in_group:
         seconds = options.timeout.total_seconds()
         start_through(options.store, options.group_rank, options.group_size, seconds)
+        worlds = _created[""] + 1
+        _created.clear()
+        _created[""] = worlds
     whole, mpi = world(), start_mpi()
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         raise BackendUnavailableError(
             "MPI was initialized without MPI_THREAD_MULTIPLE, which the threads of a group need:"
             " leave `mpi4py.rc.thread_level` as it is"
         )
-    attempt = f"{session()}{_given_up[options.group_id]}/"
+    attempt = f"{session()}{_created['']}.{_created[options.group_id]}/"
+    _created[options.group_id] += 1
     members = Members(options.store, options.group_rank, options.group_size, attempt)
     ranks = list(options.global_ranks_in_group)
     if not ranks:
@@ -55,11 +63,7 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
             f"a group of ranks {ranks}: MPI has a world of {whole.size}. Without mpirun the first"
             ' group must be of all ranks, as init_process_group("collectives") makes it'
         )
-    try:
-        members.await_creation(ranks, options.timeout)
-    except DeadlineExceededError:
-        _given_up[options.group_id] += 1
-        raise
+    members.await_creation(ranks, options.timeout)
     # Ranks that are not members make no call: a number of groups would differ between ranks.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
     mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)

@@ -20,7 +20,7 @@ _PAUSE_SECONDS = 1.0
 class Members:
     """The members of one group, by its own part of the store.
 
-    The keys of a group that an earlier attempt of the job created begin with another `session`.
+    The keys of an earlier group of the same name begin with another `session`.
     """
 
     _gave_up = -math.inf

@@ -134,7 +134,7 @@ class MessageWork(PendingWork):
         message of another length. A receive ends with any of them.
         """
         seconds = timeout.total_seconds() if timeout else 0
-        deadline = seconds if seconds > 0 else self._messages.policy.deadline
+        deadline = seconds if seconds > 0 else self._messages.deadline
         policy = self._messages.policy.for_single_wait(self._name, deadline)
         policy.check_alive = self._check_peer
         absent = {} if self._peer is None else {self._peer: ""}
@@ -191,6 +191,8 @@ class Messages:
     def __init__(self, mpi_comm: Any, policy: WaitPolicy, members: Members) -> None:
         """`policy` has the group's deadline, and finds dead ranks."""
         self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
+        self.deadline = policy.deadline
+        """The group's; that of the policy may be one of a call that is being made."""
         self._size = mpi_comm.size
         self._tags = 1 + mpi_comm.Get_attr(self.mpi.TAG_UB)
         self.members = members

@@ -84,14 +84,14 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         check = self._check
         sequence = -1 if check is None else check.sequence
         try:
-            if seconds <= 0 or seconds == (usual := self._comm.deadline):
+            if seconds <= 0 or seconds == self._messages.deadline:
                 call(*arguments)
                 return
             self._comm.deadline = seconds
             try:
                 call(*arguments)
             finally:
-                self._comm.deadline = usual
+                self._comm.deadline = self._messages.deadline
         except (DeadlineExceededError, MismatchError) as error:
             reword(error, self._name)
             sequence = -1  # one that was withdrawn is made again
@@ -262,7 +262,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of the calls that begin from now on."""
-        self._comm.deadline = timeout.total_seconds()
+        self._comm.deadline = self._messages.deadline = timeout.total_seconds()
 
     def registered(self, nbytes: int) -> Any:
         """So many bytes of registered memory, as `Communicator.empty`. Collective."""

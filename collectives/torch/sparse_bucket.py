@@ -19,10 +19,11 @@ class SparseBucket(Bucket):
         """`what`: as of DenseBucket."""
         self._comm, self.members, self._what = comm, [member], what
         self._dtype, self.on_gpu = member.parameter.dtype, member.parameter.is_cuda
+        self._shape = member.parameter.shape
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Gather the indices and values of all ranks; those of equal indices are added."""
-        refuse_changed(self.members, self._dtype)
+        refuse_changed(self.members, self._dtype, [self._shape])
         parameter = self.members[0].parameter
         with torch.no_grad():
             part = _as_sparse(parameter)

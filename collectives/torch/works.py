@@ -189,16 +189,14 @@ class _CallFuture(Future):
         self._work = work
 
     def wait(self) -> Any:
-        """The call's output tensors; raises its error."""
-        return self._or_error(super().wait)
+        """The call's output tensors; raises its error, as the work's `wait`."""
+        self._work.wait()
+        return super().wait()
 
     def value(self) -> Any:
         """As `wait`, of a call that has ended."""
-        return self._or_error(super().value)
-
-    def _or_error(self, result: Callable[[], Any]) -> Any:
         try:
-            return result()
+            return super().value()
         except Exception:
             # A future of GPUs, made before the call failed, has another one.
             error = self._work.exception()

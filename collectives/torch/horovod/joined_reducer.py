@@ -44,7 +44,11 @@ class JoinedReducer(GradientReducer):
         """Count the reductions until the next step; the ranks compare their numbers."""
         self._reductions = 0
 
-    all_joined = stepped
+    def all_joined(self) -> None:
+        """Begin anew, as on the ranks that have had fewer passes."""
+        self.stepped()
+        self._made.clear()
+        self._accumulated.clear()
 
     def zeroed(self) -> None:
         """The gradients of the last reduction are gone: a sum can't add them again."""

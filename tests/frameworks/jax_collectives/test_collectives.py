@@ -223,7 +223,7 @@ def test_arguments_are_checked(jax, calls, comm):
     odd = jax.numpy.ones(comm.size + 1)
     with pytest.raises(ValueError, match=r"reduce_scatter: axis 0 .* multiple"):
         calls.reduce_scatter(odd)
-    with pytest.raises(ValueError, match=r"root=9: must be a rank from 0 to"):
+    with pytest.raises(ValueError, match=r"root=9: must be an integer from 0 to"):
         calls.broadcast(odd, root=9)
 
 

@@ -152,6 +152,8 @@ def test_a_deadline(torch, dist, comm):
             group.monitored_barrier(timedelta(seconds=0.2))
         with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
             dist.recv(torch.zeros(1), 1, group=group)
+        with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
+            dist.irecv(torch.zeros(1), 1, group=group).get_future().wait()
     comm.barrier()
     # A receive that was given up leaves the message to the next one.
     if comm.rank == 1:
@@ -162,6 +164,29 @@ def test_a_deadline(torch, dist, comm):
         assert tensor.item() == 1
     group.set_timeout(timedelta(seconds=30))
     dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_the_timeout_of_a_call_is_its_own(torch, dist, comm):
+    """Neither that of a message meanwhile, nor in the place of one that is set meanwhile."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    made = group._get_backend(torch.device("cpu"))._comm
+    for messages in (True, False):
+        if comm.rank:
+            time.sleep(0.4)
+        work = dist.barrier(group, async_op=True, timeout=timedelta(seconds=1))
+        while comm.rank == 0 and made.deadline != 1:
+            time.sleep(0.001)
+        if messages and comm.rank:
+            time.sleep(1)
+            dist.send(torch.ones(1), 0, group=group)
+        elif messages:
+            dist.recv(torch.zeros(1), 1, group=group)
+        else:
+            group.set_timeout(timedelta(seconds=20))
+        work.wait()
+        assert made.deadline == (30 if messages else 20)
     dist.destroy_process_group(group)
 
 
@@ -355,9 +380,11 @@ def test_a_group_that_a_member_creates_too_late(torch, dist, comm):
         dist.new_group(timeout=timedelta(seconds=1), **how)
     store.set(f"{comm.rank} gave up", "")
     dist.barrier()
-    group = dist.new_group(**how)  # under the same name
-    dist.all_reduce(torch.ones(1), group=group)
-    dist.destroy_process_group(group)
+    for _ in range(2):
+        group = dist.new_group(**how)  # under the same name
+        assert not group._get_backend(torch.device("cpu"))._members.have_ended(None)
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
 
 
 def test_parts_of_other_lengths_on_a_rank(torch, dist, comm):

@@ -406,6 +406,21 @@ def test_asynchronous_calls_that_are_refused(torch, hvd, comm, kind):
     assert hvd.join() == comm.size - 1
 
 
+def test_passes_begin_anew_after_join(torch, hvd, comm):
+    model, optimizer = distributed(torch, hvd, backward_passes_per_step=2)
+    (batch,) = batches(torch, comm.size)[0]
+    for passes in (2 + (comm.rank == 0), 4):
+        optimizer.zero_grad()
+        for number in range(passes):
+            ((1 + comm.rank + number) * model(own(comm, batch)).sum()).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        hvd.join()
+    weights = [each.tolist() for each in model.parameters()]
+    assert comm.all_gather_object(weights) == [weights] * comm.size
+
+
 def test_calls_of_others_end_join(torch, hvd, comm):
     """And the ranks' next calls but one match again."""
     import collectives
