@@ -6,6 +6,7 @@ import hashlib
 import math
 import operator
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,10 +103,11 @@ class ReplicaMesh:
         given = assignment or DeviceAssignment(len(devices), 1)
         given.check(len(devices))
         self.replicas, self.cores = given
-        if jax.local_device_count() % self.cores:
+        counts = Counter(each.process_index for each in devices)
+        if len(set(counts.values())) > 1 or counts[0] % self.cores:
             raise ValueError(
-                f"replicas of {self.cores} devices: must divide the {jax.local_device_count()}"
-                " devices of a process"
+                f"replicas of {self.cores} devices: must divide the devices of each process, of"
+                f" which the processes have {', '.join(map(str, counts.values()))}: equally many"
             )
         self.factors = list(_prime_factors(self.cores))
         self._names = [f"core_{number}" for number in range(len(self.factors))]

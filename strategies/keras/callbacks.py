@@ -103,9 +103,13 @@ def _keeping(training: Training, method: Callable[..., Any]) -> Callable[..., No
 
 def _acts_on_batches(callback: Any) -> bool:
     """Whether it may end training within an epoch, or communicate there."""
-    if isinstance(callback, (*ON_CHIEF, keras.callbacks.History)):
+    if isinstance(callback, keras.callbacks.History):
         return False
-    return any(not is_default(getattr(callback, name)) for name in _BATCHES)
+    methods = [getattr(callback, name) for name in _BATCHES]
+    if isinstance(callback, ON_CHIEF):
+        # Keras's own neither stop nor communicate there; a class that is made of one may.
+        methods = [each for each in methods if not each.__module__.startswith("keras.")]
+    return any(not is_default(each) for each in methods)
 
 
 _FAILED = 2

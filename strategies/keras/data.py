@@ -25,7 +25,7 @@ from strategies.input import DistributedDataset
 from strategies.input.batches import digest_of
 from strategies.input.sources import shared_order
 from strategies.keras.orders import OrderedPyDataset, has_workers
-from strategies.keras.shares import Share, length_of, share_of
+from strategies.keras.shares import length_of, share_of
 from strategies.keras.training import Training
 
 log = logging.getLogger("strategies")
@@ -126,7 +126,7 @@ class ArrayPieces(ArrayDataAdapter):
     def __init__(self, training: Training, seed: int, *data: Any, **options: Any) -> None:
         super().__init__(*data, **options)
         self._training = training
-        self._share = Share(training.communicator.rank, training.communicator.size)
+        self._share = share_of(training)
         self._generator = np.random.default_rng(seed)
         self.lengths: list[int] | None = None
         """As of `Pieces`."""
@@ -203,7 +203,8 @@ class ArrayPieces(ArrayDataAdapter):
 
 def warn_of_different_batches(training: Training, batch: Any) -> None:
     """Log a warning on the chief where the ranks' global batches differ. Collective."""
-    digest = digest_of(keras.tree.flatten(batch))
+    arrays = [each for each in keras.tree.flatten(batch) if hasattr(each, "shape")]
+    digest = digest_of(list(map(keras.ops.convert_to_numpy, arrays)))
     differ = compare(training.communicator, "first batch: ", digest, digest)
     if differ is not None and training.is_chief:
         log.warning("%s", _DIFFERENT_BATCHES)

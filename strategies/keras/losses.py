@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -37,14 +38,15 @@ def check_losses(model: Any, training: Training) -> None:
 
 
 def checked_loss(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
-    """A replacement of `compute_loss`, if the user has written the model's only loss.
+    """A replacement of `compute_loss`, which checks the model's only loss, if the user wrote it.
 
     Raises ValueError on every rank in the first step if the loss is a sum over the rows.
     """
     loss, kind = model.loss, type(model)
     function = loss.call if isinstance(loss, keras.losses.Loss) else loss
     if not callable(function) or type(loss).__module__.startswith("keras."):
-        return {}
+        # An earlier loss may have been replaced.
+        return {"compute_loss": partial(kind.compute_loss, model)}
     name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
     checked = False
 

@@ -55,7 +55,9 @@ def prepare(model: Any, training: Training) -> None:
 
     def compile(*args: Any, **kwargs: Any) -> Any:
         result = kind.compile(model, *args, **kwargs)
-        prepare(model, training)
+        if vars(model)["compile"] is compile:
+            # Else a scope has prepared it, for its own strategy.
+            prepare(model, training)
         return result
 
     loops = LoopMethods.of(model, training)

@@ -63,6 +63,9 @@ def _within(value: Any) -> Iterator[Any]:
     if isinstance(value, keras.optimizers.Optimizer):
         yield value
     elif isinstance(value, dict | list | tuple | set):
+        if isinstance(value, set):
+            # Its order is each rank's own.
+            value = sorted(value, key=lambda each: str(getattr(each, "name", "")))
         for each in value.values() if isinstance(value, dict) else value:
             yield from _within(each)
 

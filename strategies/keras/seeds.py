@@ -19,7 +19,7 @@ _STRIDE = 1_000_003
 def replica_seeds(rank: int) -> Iterator[None]:
     """A context in which this thread's draws from a SeedGenerator differ from those of rank 0.
 
-    The generators' states don't: they remain variables with the same values on all ranks.
+    The generators' states don't depend on it.
     """
     if rank == 0:
         yield

@@ -27,19 +27,17 @@ class Share(NamedTuple):
 
 
 def share_of(training: Training) -> Share:
-    """That of this rank: everything where batches are split elsewhere."""
-    if not training.reduces:
-        return Share(0, 1)
+    """That of this rank."""
     return Share(training.communicator.rank, training.communicator.size)
 
 
 def length_of(batch: Any) -> int:
     """The number of rows of a nest of arrays. ValueError where they have different ones."""
     arrays = [each for each in keras.tree.flatten(batch) if each is not None]
-    lengths = {int(each.shape[0]) for each in arrays}
-    if len(lengths) != 1:
+    lengths = {tuple(each.shape[:1]) for each in arrays}
+    if len(lengths) != 1 or () in lengths:
         shapes = ", ".join(str(tuple(each.shape)) for each in arrays)
         raise ValueError(
             f"the arrays of a batch have the shapes {shapes}: must have equally many rows"
         )
-    return lengths.pop()
+    return int(lengths.pop()[0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from collectives.consistency.uncaught import raised_on_all
 from strategies.keras.seeds import replica_seeds
 from strategies.keras.shares import length_of
 from strategies.keras.training import Training
@@ -27,7 +28,7 @@ def steps_of(model: Any, training: Training) -> dict[str, Step]:
     return {
         "train_step": _with_own_seeds(training, _counting(model, training, kind.train_step, train)),
         "test_step": _counting(model, training, kind.test_step, test),
-        "predict_step": _counting(model, training, kind.predict_step, predict),
+        "predict_step": _counting(model, training, _of_each_row(training, kind), predict),
     }
 
 
@@ -37,6 +38,28 @@ def _with_own_seeds(training: Training, step: Step) -> Step:
             return step(*arguments)
 
     return seeded
+
+
+def _of_each_row(training: Training, kind: Any) -> Step:
+    """The step of `predict`. ValueError where the outputs haven't as many rows as the data.
+
+    The ranks' rows are joined in the order of those of the data.
+    """
+
+    def step(model: Any, *arguments: Any) -> Any:
+        result = kind.predict_step(model, *arguments)
+        outputs = result[0] if keras.config.backend() == "jax" else result
+        rows = length_of(arguments[-1])
+        shapes = [tuple(each.shape) for each in keras.tree.flatten(outputs)]
+        if any(shape[:1] != (rows,) for shape in shapes):
+            error = ValueError(
+                f"predict: the model gives arrays of the shapes {shapes} for {rows} rows: must have"
+                " as many"
+            )
+            raise raised_on_all(error, training.communicator.rank)
+        return result
+
+    return step
 
 
 def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> Step:

@@ -335,6 +335,12 @@ def evaluation_and_prediction():
         unbuilt.compile("sgd", "mse")
     found = unbuilt.predict(Batches(workers=2), verbose=0)
     np.testing.assert_allclose(found, unbuilt.predict(X, verbose=0), atol=1e-5)
+    inputs = keras.Input((6,))
+    with STRATEGY.scope():
+        pairs = keras.Model(inputs, keras.ops.reshape(inputs, (-1, 12)))
+        pairs.compile("sgd", "mse")
+    words = "must have as many"
+    raised_everywhere(ValueError, words, lambda: pairs.predict(X[:8], batch_size=4, verbose=0))
 
 
 @check
@@ -636,6 +642,15 @@ def a_stop_on_one_rank_within_an_epoch():
 
     together.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Stops()])
     assert batches_seen == [0, 1, 2], batches_seen
+    assert_same_everywhere(weights_of(together).tobytes())
+
+    class Limited(keras.callbacks.CSVLogger):  # on the chief alone
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    file = Path(directory()) / "log.csv"
+    history = together.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Limited(file)])
+    assert history.epoch == [0], history.epoch
     assert_same_everywhere(weights_of(together).tobytes())
 
 
@@ -987,6 +1002,8 @@ def losses_that_are_sums():
     raised_everywhere(
         ValueError, "'of_all_rows' is a sum", lambda: together.fit(X, Y, batch_size=BATCH)
     )
+    together.compile("sgd", "mse")
+    together.fit(X, Y, batch_size=BATCH, verbose=0)
 
     def of_each_row(targets, predicted):
         return keras.ops.mean(keras.ops.square(predicted - targets))
@@ -1023,6 +1040,11 @@ def compiling_again_and_elsewhere():
             made[1].compile("sgd", "mse")
 
     raised_everywhere(TypeError, "a strategy whose replicas take each step together", apart)
+    other = strategies.MultiWorkerMirroredStrategy()
+    with other.scope():
+        together.compile("sgd", "mse")
+    assert together.fit.__self__._training.owner is other
+    together.fit(X, Y, verbose=0)
 
 
 @check

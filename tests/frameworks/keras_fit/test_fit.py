@@ -39,6 +39,7 @@ QUICK = {
         "arrays_that_each_rank_has_divided",
         "variables_of_layers_by_their_aggregation",
         "losses_that_are_sums",
+        "compiling_again_and_elsewhere",
         "data_that_fails_on_one_rank",
         "data_that_ends_early_on_one_rank",
     ),
