@@ -340,7 +340,9 @@ def evaluation_and_prediction():
         pairs = keras.Model(inputs, keras.ops.reshape(inputs, (-1, 12)))
         pairs.compile("sgd", "mse")
     words = "must have as many"
-    raised_everywhere(ValueError, words, lambda: pairs.predict(X[:8], batch_size=4, verbose=0))
+    raised_everywhere(
+        ValueError, words, lambda: pairs.predict(X[: 4 * SIZE], batch_size=2 * SIZE, verbose=0)
+    )
 
 
 @check
