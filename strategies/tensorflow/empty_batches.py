@@ -57,11 +57,15 @@ class EmptyBatches:
 
     @contextmanager
     def run(self, arguments: Sequence[Any]) -> Iterator[None]:
-        """The body of a `run` with these arguments."""
-        run = _Run(current_graph(), _rows_of(arguments))
+        """The body of a `run` with these arguments; one within another is of the same batch.
+
+        LossScaleOptimizer makes such runs, of gradients.
+        """
+        outer = self._runs.stack[-1] if self._runs.stack else None
+        run = outer or _Run(current_graph(), _rows_of(arguments))
         self._runs.stack.append(run)
         try:
-            if self._flag is not None:
+            if outer is None and self._flag is not None:
                 self._flag.assign(run.is_empty())
             yield
         finally:

@@ -223,7 +223,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
     ) -> list[Any]:
         """Sums of values, and in the same call averages of the statistics that are due."""
         due = self.statistics.due()
-        totals = reduce(values, [each._primary.read_value() for each in due])
+        totals = reduce(values, list(map(variables.raw_value, due)))
         self.statistics.averaged(due, totals[len(values) :])
         return totals[: len(values)]
 

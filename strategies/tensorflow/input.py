@@ -119,6 +119,12 @@ def distribute_whole_batches(extended: Any, dataset: Any, options: Any) -> Any:
     rank, size = communicator.rank, communicator.size
     with PropagatedErrors(communicator, _DISTRIBUTE):
         _check_dataset(dataset, f"{_DISTRIBUTE} is given")
+
+    def shard(_: Any) -> Any:
+        return dataset.shard(size, rank)
+
+    if not tf.executing_eagerly():
+        return distribute_from_function(extended, shard, options)
     length = int(distribute_ops.compute_batch_size(dataset))
     padded = any(
         each.shape.rank is None or not each.shape[1:].is_fully_defined()
@@ -126,7 +132,7 @@ def distribute_whole_batches(extended: Any, dataset: Any, options: Any) -> Any:
     )
     if length < 1 or padded:
         # Their rows can't be counted, or not be joined.
-        return distribute_from_function(extended, lambda _: dataset.shard(size, rank), options)
+        return distribute_from_function(extended, shard, options)
     return distribute(extended, dataset.rebatch(length * size), options)
 
 

@@ -23,7 +23,7 @@ from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.graphs import current_graph, enclosing_function
 from strategies.tensorflow.input import distribute_whole_batches
 from strategies.tensorflow.operations import local_value
-from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
+from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps, SummedVariable
 from strategies.tensorflow.statistics import execute_if
 from strategies.tensorflow.strategy import Strategy
 from strategies.tensorflow.variables import CLASSES, summed_by_optimizer
@@ -97,6 +97,7 @@ class LocalExtended(CollectiveExtended):
     _classes: ClassVar[Mapping[Any, Any]] = {
         **CLASSES,
         tf.VariableSynchronization.ON_WRITE: AveragedVariable,
+        tf.VariableSynchronization.ON_READ: SummedVariable,
     }
 
     def __init__(self, strategy: LocalSGDStrategy, arrays: Any, device: str) -> None:

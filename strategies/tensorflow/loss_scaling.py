@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,15 @@ def agree_on_overflows(strategy: Any) -> Undo:
     """
 
     def check_finite(original: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
-        finite = original(optimizer, grads)
+        # Scopes are nested, and each has wrapped the method.
+        finite = inspect.unwrap(original)(optimizer, grads)
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not strategy:
             return finite
-        overflows = context.all_reduce("SUM", tf.cast(tf.logical_not(finite), tf.int32))
+        # NaN of a batch without rows doesn't count.
+        empty = strategy.extended.empty_batches.is_empty()
+        overflows = tf.logical_not(tf.logical_or(finite, empty))
+        overflows = context.all_reduce("SUM", tf.cast(overflows, tf.int32))
         return tf.equal(overflows, 0)
 
     return wrap_method(keras.optimizers.LossScaleOptimizer, "check_finite", check_finite)

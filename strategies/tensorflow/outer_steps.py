@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils, values, values_util
+from tensorflow.python.distribute import distribute_lib, distribute_utils, values, values_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.trackable import base as trackable
 
@@ -17,7 +17,12 @@ from strategies.core.storage import LocalStorage
 from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 from strategies.tensorflow.operations import Operations
-from strategies.tensorflow.variables import ReplicatedVariable, added_by_keras
+from strategies.tensorflow.variables import (
+    LocalVariable,
+    ReplicatedVariable,
+    added_by_keras,
+    raw_value,
+)
 
 
 def _own(value: Any) -> Any:
@@ -72,6 +77,40 @@ class AveragedVariable(ReplicatedVariable):
         return {trackable.VARIABLE_VALUE_KEY: saveable}
 
 
+class SummedVariable(LocalVariable):
+    """A variable of LocalSGDStrategy whose ranks' values may be added up when it is read.
+
+    What is assigned outside of `run`, or restored, is divided by the ranks then: TensorFlow divides
+    by the replicas in sync, of which there is one.
+    """
+
+    def assign(self, value: Any, *options: Any, **named: Any) -> Any:
+        """As of `tf.Variable`."""
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            updates = values_util.in_replica_update_context()
+            if tf.distribute.in_cross_replica_context() and not updates:
+                value = self._part(value)
+        return super().assign(value, *options, **named)
+
+    def _part(self, value: Any) -> Any:
+        if self._aggregation != tf.VariableAggregation.SUM:
+            return value
+        ranks = self._distribute_strategy.communicator.size
+        return tf.cast(tf.convert_to_tensor(value) / ranks, self.dtype)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        def saveable(name: str = self._common_name) -> _SummedSaveable:
+            return _SummedSaveable(self, name)
+
+        return {trackable.VARIABLE_VALUE_KEY: saveable}
+
+
+class _SummedSaveable(values._SyncOnReadSaveable):
+    def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
+        part = self._sync_on_read_variable._part(restored_tensors[0])
+        return super().restore([part], restored_shapes)
+
+
 class _Saveable(values._MirroredSaveable):
     def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
         self._mirrored_variable._change_outer(lambda copy: copy.assign(restored_tensors[0]))
@@ -99,11 +138,7 @@ class OuterSteps:
             return arrays
 
         if weights:
-            # Reads of variables would become part of the gradient of the reduction around this.
-            own = [
-                tf.raw_ops.ReadVariableOp(resource=each._primary.handle, dtype=each.dtype)
-                for each in weights
-            ]
+            own = list(map(raw_value, weights))
             operations.execute(call, own, [each.shape for each in weights])
 
     def change(

@@ -171,9 +171,18 @@ def _on_chief_alone() -> bool:
 def install_for_keras() -> None:
     """Wrap the functions that write models of Keras, once."""
     import keras
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_lib
 
     for name in ("save", "save_weights", "export"):
         setattr(keras.Model, name, _once(getattr(keras.Model, name), "filepath", f"Model.{name}"))
+    # By which `keras.saving` writes.
+    for module, name in (
+        (saving_lib, "save_model"),
+        (saving_lib, "save_weights_only"),
+        (legacy_h5_format, "save_model_to_hdf5"),
+    ):
+        setattr(module, name, _once(getattr(module, name), "filepath", f"keras.saving, {name}"))
 
 
 def _unless_silent(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ class Statistics:
 
     def _assign(self, variables: list[Any], means: list[Any]) -> None:
         for variable, mean in zip(variables, means, strict=True):
-            variable._primary.assign(mean)
+            variable._primary.assign(mean, read_value=False)
 
 
 def execute_if(condition: Any, action: Callable[[], None]) -> None:

@@ -261,6 +261,12 @@ def step_that_sums(pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, list[Any]]:
     return None, [each for _, each in pairs]
 
 
+def raw_value(variable: Any) -> Any:
+    """This rank's value. The read does not become part of the gradient of a reduction around it."""
+    own = variable._primary
+    return tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype)
+
+
 def updated_by_optimizer() -> bool:
     """Whether a step of an optimizer of Keras updates the variable, on the stack of calls."""
     return _is_called_by("_distributed_tf_update_step")
@@ -269,7 +275,10 @@ def updated_by_optimizer() -> bool:
 def summed_by_optimizer() -> bool:
     """Whether an optimizer, of Keras or of TensorFlow, sums gradients, on the stack of calls."""
     return _is_called_by(
-        "_all_reduce_sum_gradients", "all_reduce_sum_gradients", "_distributed_apply"
+        "_all_reduce_sum_gradients",
+        "all_reduce_sum_gradients",
+        "_distributed_apply",
+        "check_finite",
     )
 
 

@@ -189,6 +189,6 @@ def load_model(
     """
     objects = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
-    if model.optimizer is not None:
+    if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model

@@ -71,6 +71,9 @@ def test_fit_is_that_of_one_process(tf, hvd, keras, comm, passes, eagerly, tmp_p
     assert int(again.optimizer.iterations) == 8
     again.fit(*rows_of(comm.rank), batch_size=6, verbose=0)
     equal_on_all(comm, again.get_weights())
+    # A model that was never compiled has none.
+    keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]).save(path)
+    assert not hasattr(hvd.load_model(path), "optimizer")
 
 
 def test_all_ranks_leave_out_a_step_that_overflows_on_one(tf, hvd, keras, comm):

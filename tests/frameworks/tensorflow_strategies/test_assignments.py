@@ -1,5 +1,6 @@
 """Variables that a replica assigns without an optimizer: equal on all ranks, or refused."""
 
+import contextlib
 import gc
 import threading
 
@@ -97,10 +98,58 @@ def test_a_step_that_one_rank_scales_to_infinity(tf, strategy, comm):
         optimizer.apply([factor * weight.value], [weight])
 
     infinite = tf.constant([np.inf if comm.rank else 1.0])
-    for run in (strategy.run, tf.function(strategy.run)):
+
+    def in_scope(*args, **kwargs):
+        # Each scope wraps the method of Keras.
+        with strategy.scope() if comm.rank else contextlib.nullcontext():
+            return strategy.run(*args, **kwargs)
+
+    for run in (strategy.run, tf.function(strategy.run), in_scope):
         before, scale = weight.numpy(), float(optimizer.dynamic_scale.numpy())
         run(step, args=(infinite,))
         np.testing.assert_array_equal(weight.numpy(), before)
         assert float(optimizer.dynamic_scale.numpy()) == scale / 2
         run(step, args=(tf.constant([1.0]),))
         np.testing.assert_allclose(weight.numpy(), before * (1 - comm.size / (scale / 2)))
+
+
+def test_overflows_of_a_batch_without_rows_do_not_count(tf, strategy, comm, equal_on_all):
+    """Batch normalization's gradients are NaN there."""
+    with strategy.scope():
+        layers = [tf.keras.Input((3,)), tf.keras.layers.BatchNormalization()]
+        model = tf.keras.Sequential([*layers, tf.keras.layers.Dense(1)])
+        inner = tf.keras.optimizers.SGD(0.1)
+        optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+        optimizer.build(model.trainable_variables)
+
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(model(batch, training=True)) / 4)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    batch = tf.random.stateless_normal((0 if comm.rank else 4, 3), (1, 2))
+    before = float(model.layers[-1].bias.numpy()[0])
+    for run in (strategy.run, tf.function(strategy.run)):
+        run(step, args=(batch,))
+    assert float(optimizer.dynamic_scale.numpy()) == 4
+    assert float(model.layers[-1].bias.numpy()[0]) < before
+    equal_on_all(model.get_weights())
+
+
+def test_a_weight_that_is_frozen_after_it_was_made(tf, strategy, comm):
+    """What `run` assigns to it is averaged by the reduction of the step."""
+    with strategy.scope():
+        frozen, weight = tf.keras.Variable([1.0]), tf.keras.Variable([1.0])
+        frozen.trainable = False
+        optimizer = tf.keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+
+    def step():
+        frozen.assign([comm.rank + 1.0])
+        optimizer.apply([tf.constant([1.0])], [weight])
+
+    for run in (strategy.run, tf.function(strategy.run)):
+        run(step)
+        np.testing.assert_allclose(frozen.numpy(), [(comm.size + 1) / 2])
+    np.testing.assert_allclose(weight.numpy(), [1 - 0.2 * comm.size], rtol=1e-6)

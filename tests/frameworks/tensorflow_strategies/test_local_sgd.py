@@ -370,7 +370,7 @@ def test_fit(tf, ds, comm, tmp_path):
 
 # Of Keras, which reads every distributed variable of TensorFlow in this way when it saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
-@pytest.mark.parametrize("how", ["save_weights", "Checkpoint"])
+@pytest.mark.parametrize("how", ["save_weights", "Checkpoint", "save_model"])
 def test_what_all_ranks_save_in_a_round_is_averaged(tf, ds, comm, tmp_path, how):
     path = comm.broadcast_object(str(tmp_path / "saved.weights.h5"))
     strategy, mean = ds.LocalSGDStrategy(1000, communicator=comm), (comm.size + 1) / 2
@@ -380,6 +380,9 @@ def test_what_all_ranks_save_in_a_round_is_averaged(tf, ds, comm, tmp_path, how)
     strategy.run(lambda: layer.kernel.value._primary.assign([[comm.rank + 1.0]]))
     if how == "save_weights":
         model.save_weights(path)
+    elif how == "save_model":
+        path = path.replace(".weights.h5", ".keras")
+        tf.keras.models.save_model(model, path)
     else:
         path = tf.train.Checkpoint(model=model).save(path)
     assert layer.kernel.numpy() == mean
@@ -387,6 +390,8 @@ def test_what_all_ranks_save_in_a_round_is_averaged(tf, ds, comm, tmp_path, how)
     layer.kernel.value._primary.assign([[0.0]])
     if how == "save_weights":
         model.load_weights(path)
+    elif how == "save_model":
+        layer.kernel.assign(tf.keras.models.load_model(path).layers[0].kernel)
     else:
         tf.train.Checkpoint(model=model).restore(path)
     assert layer.kernel.numpy() == mean
@@ -433,3 +438,58 @@ def test_a_rank_without_rows_in_a_batch_does_not_change_its_weights(tf, ds, comm
     equal_on_all([*dense.get_weights(), *embedding.get_weights()])
     np.testing.assert_allclose(dense.get_weights()[1], [3.0])
     np.testing.assert_allclose(rows.get_weights()[0].ravel(), [1, 1 - 0.2 / comm.size, 1], 1e-6)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_step_that_overflows_on_one_rank_is_a_step_of_all(tf, ds, comm, traced):
+    strategy = ds.LocalSGDStrategy(2, communicator=comm)
+    with strategy.scope():
+        weight = tf.keras.Variable([1.0])
+        inner = tf.keras.optimizers.SGD(0.1)
+        optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+        optimizer.build([weight])
+
+    def step(factor):
+        optimizer.apply([factor * weight.value], [weight])
+
+    run = tf.function(strategy.run) if traced else strategy.run
+    for number in range(4):
+        run(step, args=(tf.constant([np.inf if comm.rank and number == 0 else 1.0]),))
+    values = comm.all_gather_object(weight.numpy().tolist())
+    assert values == [values[0]] * comm.size
+
+
+def test_sums_are_assigned_and_restored_as_they_are_read(tf, ds, comm, tmp_path):
+    strategy = ds.LocalSGDStrategy(2, communicator=comm)
+    with strategy.scope():
+        seen = tf.Variable(
+            0.0,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+    strategy.run(lambda: seen.assign_add(1.0))
+    assert float(seen.read_value()) == comm.size
+    path = comm.broadcast_object(str(tmp_path))
+    checkpoint = tf.train.Checkpoint(seen=seen)
+    checkpoint.restore(checkpoint.save(f"{path}/state"))
+    assert float(seen.read_value()) == comm.size
+    seen.assign(10.0)
+    assert float(seen.read_value()) == 10
+    strategy.run(lambda: seen.assign(3.0))
+    assert float(seen.read_value()) == 3 * comm.size
+
+
+def test_a_dataset_that_is_distributed_within_a_function(tf, ds, comm):
+    strategy = ds.LocalSGDStrategy(2, communicator=comm)
+    data = tf.data.Dataset.range(8).batch(2)
+
+    @tf.function
+    def total():
+        found = tf.constant(0, tf.int64)
+        for batch in strategy.experimental_distribute_dataset(data):
+            own = strategy.run(tf.reduce_sum, args=(batch,))
+            found += strategy.experimental_local_results(own)[0]
+        return found
+
+    assert sum(comm.all_gather_object(int(total()))) == 28
