@@ -103,10 +103,12 @@ def common_directory() -> Iterator[str]:
     """The path of one temporary directory for all ranks."""
     world = collectives.world()
     directory = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
-    yield directory
-    world.barrier()
-    if world.rank == 0:
-        shutil.rmtree(directory)
+    try:
+        yield directory
+        world.barrier()
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(directory)
 
 
 def main() -> None:

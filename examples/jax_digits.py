@@ -87,6 +87,11 @@ def main() -> None:
     train, test, labels, test_labels = train_test_split(
         images, digits.target, test_size=0.2, random_state=0
     )
+    if not 1 <= given.batch_size <= len(train) or given.batch_size % comm.size:
+        raise SystemExit(
+            f"--batch-size {given.batch_size}: must be from 1 to {len(train)}, and a multiple of the"
+            f" {comm.size} ranks"
+        )
     parameters = initial_parameters()
     optimizer = optax.adam(0.003)
     training = parameters, optimizer.init(parameters)
