@@ -89,8 +89,8 @@ def main() -> None:
     )
     if not 1 <= given.batch_size <= len(train) or given.batch_size % comm.size:
         raise SystemExit(
-            f"--batch-size {given.batch_size}: must be from 1 to {len(train)}, and a multiple of the"
-            f" {comm.size} ranks"
+            f"--batch-size {given.batch_size}: must be from 1 to {len(train)}, and a multiple of"
+            f" the {comm.size} ranks"
         )
     parameters = initial_parameters()
     optimizer = optax.adam(0.003)
