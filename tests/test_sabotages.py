@@ -207,8 +207,8 @@ SABOTAGES = {
         "test_empty_shared",
     ),
     "a bound list is copied after its call": Sabotage(
-        "self.make = bind(engine, operation.signature, self._run)",
-        "call = bind(engine, operation.signature, self._run)\n"
+        "self.make = bind(engine, operation.signature, self._run, path=PACKED)",
+        "call = bind(engine, operation.signature, self._run, path=PACKED)\n"
         "        self.make = lambda *each: PASS if (got := call(*each)) is PASS else list(got)",
         "test_interruptions",
     ),

@@ -27,14 +27,14 @@ Result = TypeVar("Result")
 
 
 def propagate(
-    communicator: Communicator | None, error: Exception, calls: int, *what: object
+    communicator: Communicator | None, error: Exception, calls: int | None, *what: object
 ) -> None:
     """Raise an error on the other ranks where this one fails before a collective call.
 
     This rank makes another call than the others, so that all ranks raise the same MismatchError,
     with the error's text. Where all ranks have the same error this returns, and the caller raises
-    it. `calls` is `calls_made` before the checks. The call's name is joined from the parts of
-    `what`. communicator None: no rank waits.
+    it. `calls` is `calls_made` before the checks, None for checks without communication. The call's
+    name is joined from the parts of `what`. communicator None: no rank waits.
     """
     if communicator is None or _is_shared(error, communicator, calls):
         return
@@ -64,7 +64,7 @@ class PropagatedErrors:
             propagate(self._communicator, error, self._calls, *self._what)
 
 
-def _is_shared(error: Exception, communicator: Communicator, calls: int) -> bool:
+def _is_shared(error: Exception, communicator: Communicator, calls: int | None) -> bool:
     """Whether all ranks raise the error, or the communicator has ended.
 
     Those of its calls are shared, of which it has made none if there are as many as before: the

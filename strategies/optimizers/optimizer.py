@@ -11,7 +11,7 @@ import numpy as np
 
 from collectives import Fusion
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-from strategies.core.same_error import PropagatedErrors
+from strategies.core.same_error import PropagatedErrors, propagate
 from strategies.core.storage import Storage, assign
 from strategies.core.values import Array, as_array, on_host
 from strategies.optimizers.gradients import (
@@ -137,13 +137,16 @@ class Optimizer(ABC):
             raise RuntimeError("apply_gradients must be called as a replica, inside `run`")
         strategy = replica.strategy
         together = strategy.steps_together
-        with PropagatedErrors(strategy.communicator if together else None, "apply_gradients"):
+        try:
             pairs = list(grads_and_vars)
             gradients, variables = checked_pairs(pairs, strategy)
             if self.clipnorm is not None or self.global_clipnorm is not None:
                 check_limits(self.clipnorm, self.global_clipnorm)
             self._known_rate = None
             self.action = self._next_action(gradients, variables)
+        except Exception as error:
+            propagate(strategy.communicator if together else None, error, None, "apply_gradients")
+            raise
         if together and len(variables) < len(pairs):
             strategy.barrier(absent_text(pairs))
         strategy.apply_gradients(self, gradients, variables)
@@ -193,18 +196,18 @@ class Optimizer(ABC):
         rule = self.rule
         names = rule.slots
         # First, since a slot may not fit, or find no memory.
-        slots_of_each = [self.slots_of(value, names) for value in values]
+        needed = names or any(id(value) not in self._slots for value in values)
+        slots_of_each = [self.slots_of(value, names) if needed else {} for value in values]
         self.iterations += 1
         for gradient, value, slots in zip(gradients, values, slots_of_each, strict=True):
             if isinstance(gradient, IndexedSlices):
                 # As Keras 3: duplicates are summed; a rule that changes all rows gets all of them.
                 gradient = gradient.summed()
-                step = rule.rows_step(gradient.values)
-                if step is not None:
+                if (step := rule.rows_step(gradient.values)) is not None:
                     value.update(scatter_sub, gradient.indices, step)
                     continue
                 gradient = gradient.to_dense()
-            own = {name: slot.own_part() for name, slot in slots.items()}
+            own = {name: slot.own_part() for name, slot in slots.items()} if names else {}
             rule.apply(value.own_part(), value.part_of(gradient), own, self.iterations)
 
     def slots_of(self, value: Storage, names: Sequence[str]) -> dict[str, Storage]:
