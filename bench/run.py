@@ -79,12 +79,19 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
     check_outputs(MPI.COMM_WORLD, options, "json", "markdown", "plot")
     case = CASES[options.collective]
     world = MPI.COMM_WORLD.Dup()
-    with ExitStack() as stack:
-        stack.callback(world.Free)
+    stack = ExitStack()
+    stack.callback(world.Free)
+    try:
         peer = open_peer(options.peer, world) if options.peer else None
         if peer:
             stack.callback(peer.close)
-        return _measured(comm, world, options, case, peer)
+        run = _measured(comm, world, options, case, peer)
+    except (CanNotMeasureError, PeerUnavailableError):
+        # Of all ranks, as the ends are; another error may be of this one alone.
+        stack.close()
+        raise
+    stack.close()
+    return run
 
 
 def _measured(

@@ -114,7 +114,7 @@ def _mpirun() -> str:
 def _run(program: Program) -> subprocess.CompletedProcess[str]:
     mpirun = _mpirun()
     # So that mpirun ends its ranks, and what they have printed is kept.
-    line = ["timeout", "--kill-after=10", str(_LIMIT_SECONDS)]
+    line = ["timeout", "--foreground", "--kill-after=10", str(_LIMIT_SECONDS)]
     line += [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else [])]
     line += ["-n", str(program.ranks), sys.executable, "-m"]
     line += [f"bench.strategy_programs.{program.module}", *program.arguments.split()]

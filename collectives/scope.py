@@ -27,3 +27,8 @@ def calls_made(comm: Group) -> int:
     """The number of calls that the ranks have compared so far."""
     check = comm._engine.call_check
     return 0 if check is None else check.sequence
+
+
+def has_ended(comm: Group) -> bool:
+    """Whether it can make no further call."""
+    return comm._engine.broken is not None

@@ -105,6 +105,8 @@ def _section(
             if table:
                 table.add(row)
     except (TypeError, ValueError) as error:
+        if section.rows:
+            raise
         text = f"can't measure {name}: {error}"
         if table:
             table.close([text])

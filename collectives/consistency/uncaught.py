@@ -19,6 +19,7 @@ from collectives.errors import (
     Error,
     RankFailedError,
     in_step,
+    is_in_step,
     summary_of,
 )
 from collectives.waiting.last_resort import abort
@@ -47,6 +48,11 @@ def raised_on_all(error: Error, rank: int, shown_by: int = 0) -> Error:
     ranks catch it, they may continue, because they are in step.
     """
     return in_step(shown_by_one(error, rank, shown_by))
+
+
+def is_raised_on_all(error: BaseException) -> bool:
+    """Whether `raised_on_all` marked the error."""
+    return is_in_step(error) and hasattr(error, _SHOWN_BY)
 
 
 def shown_by_one(error: Error, rank: int, shown_by: int = 0) -> Error:

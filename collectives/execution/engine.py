@@ -136,9 +136,10 @@ class Engine(CallScope):
     def end_job(self, reason: str) -> None:
         """The last resort, where no error can be raised."""
         text = f"collectives: rank {self.rank}: {reason}; {self._record(reason)}"
-        # The stream may be closed or broken, or None.
-        with suppress(AttributeError, OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+        # The stream may be closed or broken.
+        with suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                print(text, file=sys.stderr, flush=True)
         self.transport.abort()
 
     def run(

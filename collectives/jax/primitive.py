@@ -125,7 +125,7 @@ def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
         else jnp.moveaxis(array, axis, -1)
         for array, axis in pairs
     ]
-    if call.kind not in (PVARY, "barrier", *MESSAGES):
+    if call.kind not in ("barrier", *MESSAGES):
         # A square array may have the same shape without a batch.
         call = call.comparing("batched")
     results = bind(moved, call, arrays[count:])

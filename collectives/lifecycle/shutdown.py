@@ -234,12 +234,14 @@ def _close_in_forked_rank() -> None:
     """Close them at the end of a rank that multiprocessing forked, which runs no exit handlers."""
     process = multiprocessing.current_process()
     if getattr(process, "_start_method", None) in ("fork", "forkserver"):
-        Finalize(None, _end_forked_rank, exitpriority=_AFTER_OTHERS)
+        Finalize(None, _end_forked_rank, (sys.exc_info()[1],), exitpriority=_AFTER_OTHERS)
 
 
-def _end_forked_rank() -> None:
+def _end_forked_rank(handled: BaseException | None) -> None:
+    """`handled` is the exception in whose handler the rank was forked."""
     # multiprocessing ends the process while it handles an exception that nothing has caught.
-    if sys.exc_info()[0] in (None, SystemExit):
+    error = sys.exc_info()[1]
+    if error is None or error is handled or isinstance(error, SystemExit):
         _finish_all()
     _close_all()
     mpi = sys.modules.get("mpi4py.MPI")

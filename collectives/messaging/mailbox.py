@@ -203,8 +203,8 @@ class Mailbox:
         with self._fair_lock:
             # Another thread may have ended it.
             if self._refusal is None:
-                self._refusal = "the mailbox is closed"
                 self._post.close(together=together)
+                self._refusal = "the mailbox is closed"
 
     def _check_open(self) -> None:
         if self._refusal is not None:

@@ -120,12 +120,12 @@ class NodeBarrier:
             self._wait_policy.until(arrived, lambda: self._late(word, index))
         except DeadlineExceededError as error:
             while not arrived():
-                if self._withdraw(index, word):
-                    error.withdrawn = True
-                    raise
                 if not order_all_threads():
                     # Others may have read the word, and the data of the call: it is undecided.
                     error.withdrawn = self._wait_policy.limit is not None
+                    raise
+                if self._withdraw(index, word):
+                    error.withdrawn = True
                     raise
                 # A rank continues, or all ranks have arrived at this moment.
                 self._await_bound(lambda: arrived() or not self._any_committed(word), dict)
@@ -143,10 +143,10 @@ class NodeBarrier:
             raise
 
     def _withdraw(self, index: int, word: int) -> bool:
-        """Withdraw the word; False if it stays because a rank continues, or may do so."""
+        """Withdraw the word; False if it stays because a rank continues."""
         self._take_back(index, word)
-        ordered = order_all_threads()
-        if ordered and self.absent(word, index) and not self._any_committed(word):
+        order_all_threads()
+        if self.absent(word, index) and not self._any_committed(word):
             return True
         self.memory.publish(index, word)
         return False

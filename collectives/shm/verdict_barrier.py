@@ -117,6 +117,7 @@ class VerdictBarrier(NodeBarrier):
                     raise error from None
                 if not order_all_threads():
                     # The leader may have counted this rank: the call is undecided.
+                    error.withdrawn = wait_policy.limit is not None
                     raise
                 # The leader is committed to the call until the other nodes arrive, or it abandons.
                 self._await_bound(lambda: published() or not self._committed(sequence), absent)

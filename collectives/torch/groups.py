@@ -22,10 +22,10 @@ from collectives.world import world
 _TAGS = 1 << 15
 
 _created: Counter[str] = Counter()
-"""How often this process has created a group, by torch's name, which torch may use again.
+"""How often this process has created a group, by torch's name and its ranks; "" is all ranks'.
 
-Each time has other keys of the store, which may outlive the group. "" counts the groups of all
-ranks, with each of which torch numbers the others anew.
+Torch uses names again, and numbers groups anew with each group of all ranks. Each group has other
+keys of the store, which may outlive it.
 """
 
 
@@ -42,17 +42,16 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     if not options.global_ranks_in_group:
         seconds = options.timeout.total_seconds()
         start_through(options.store, options.group_rank, options.group_size, seconds)
-        worlds = _created[""] + 1
-        _created.clear()
-        _created[""] = worlds
+        _created[""] += 1
     whole, mpi = world(), start_mpi()
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         raise BackendUnavailableError(
             "MPI was initialized without MPI_THREAD_MULTIPLE, which the threads of a group need:"
             " leave `mpi4py.rc.thread_level` as it is"
         )
-    attempt = f"{session()}{_created['']}.{_created[options.group_id]}/"
-    _created[options.group_id] += 1
+    name = f"{options.group_id} {list(options.global_ranks_in_group)}"
+    attempt = f"{session()}{_created['']}.{_created[name]}/"
+    _created[name] += 1
     members = Members(options.store, options.group_rank, options.group_size, attempt)
     ranks = list(options.global_ranks_in_group)
     if not ranks:

@@ -84,10 +84,11 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         check = self._check
         sequence = -1 if check is None else check.sequence
         try:
-            if seconds <= 0 or seconds == self._messages.deadline:
+            usual = self._messages.deadline
+            if (seconds if seconds > 0 else usual) == usual == self._comm.deadline:
                 call(*arguments)
                 return
-            self._comm.deadline = seconds
+            self._comm.deadline = seconds if seconds > 0 else usual
             try:
                 call(*arguments)
             finally:
@@ -262,7 +263,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of the calls that begin from now on."""
-        self._comm.deadline = self._messages.deadline = timeout.total_seconds()
+        self._messages.deadline = timeout.total_seconds()
 
     def registered(self, nbytes: int) -> Any:
         """So many bytes of registered memory, as `Communicator.empty`. Collective."""

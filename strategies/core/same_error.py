@@ -10,17 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from collectives import (
-    BackendUnavailableError,
-    CollectiveError,
-    Communicator,
-    DeadlineExceededError,
-    MismatchError,
-    RankFailedError,
-)
-from collectives.consistency.uncaught import raised_on_all
-from collectives.errors import UnusableError, is_in_step, portable, summary_of
-from collectives.scope import calls_made, named_scope
+from collectives import Communicator, DeadlineExceededError, MismatchError, RankFailedError
+from collectives.consistency.uncaught import is_raised_on_all, raised_on_all
+from collectives.errors import UnusableError, portable, summary_of
+from collectives.scope import calls_made, has_ended, named_scope
 
 Report = TypeVar("Report")
 Result = TypeVar("Result")
@@ -69,14 +62,14 @@ def _is_shared(error: Exception, communicator: Communicator, calls: int | None) 
 
     Those of its calls are shared, of which it has made none if there are as many as before: the
     error is of another communicator, or was raised before. A call that exceeded its deadline isn't
-    counted. A missing library for GPUs is found by one rank alone.
+    counted.
     """
-    if isinstance(error, UnusableError | DeadlineExceededError | RankFailedError):
+    if isinstance(error, UnusableError | RankFailedError):
+        return has_ended(communicator)
+    if isinstance(error, DeadlineExceededError):
         return True
-    if isinstance(error, BackendUnavailableError) and not is_in_step(error):
-        return False
-    shared = is_in_step(error) or isinstance(error, CollectiveError)
-    return shared and calls_made(communicator) != calls
+    compared = isinstance(error, MismatchError) and bool(error.calls)
+    return (compared or is_raised_on_all(error)) and calls_made(communicator) != calls
 
 
 def compare(

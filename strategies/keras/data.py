@@ -55,6 +55,7 @@ class Pieces(DataAdapter):
         """The lengths of the global batches in the order of reading, if it is a list."""
         self.numbers: tuple[int | None, ...] | None = None
         """Every rank's number of batches, where they differ and the ranks agree on the end."""
+        self.own_number: int | None = None if training.reduces else whole.num_batches
         self._begun: Iterator[Any] | None = None
 
     def peek(self) -> Any:
@@ -271,7 +272,7 @@ def end_together(training: Training, *adapters: Any) -> None:
     pieces = [each for each in adapters if isinstance(each, Pieces)]
     if training.reduces or not pieces:
         return
-    numbers = training.communicator.all_gather_object([each.num_batches for each in pieces])
+    numbers = training.communicator.all_gather_object([each.own_number for each in pieces])
     for each, found in zip(pieces, zip(*numbers, strict=True), strict=True):
         if len(set(found)) > 1:
             each.numbers = found

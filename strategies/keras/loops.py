@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -33,7 +34,7 @@ from strategies.keras.data import (
 from strategies.keras.orders import common_seed
 from strategies.keras.shares import Share, length_of, share_of
 from strategies.keras.state import divide_sums, refuse_different_weights
-from strategies.keras.steps import row_of_zeros
+from strategies.keras.steps import outputs_with_all_rows, row_of_zeros
 from strategies.keras.training import Training
 
 Method = Callable[..., Any]
@@ -121,7 +122,8 @@ class LoopMethods:
         with self._training.outside_of_epoch(), self._of_equal_lengths("predict", given["x"]):
             if not self._shared:
                 self._build(given["x"])
-            outputs = self._kind.predict(self._model, **given)
+            predict = partial(self._kind.predict, self._model, **given)
+            outputs = outputs_with_all_rows(self._training, predict)
         lengths = given["x"].lengths
         return keras.tree.map_structure(lambda each: self._joined(each, lengths), outputs)
 

@@ -45,8 +45,9 @@ def checked_loss(model: Any, training: Training) -> dict[str, Callable[..., Any]
     loss, kind = model.loss, type(model)
     function = loss.call if isinstance(loss, keras.losses.Loss) else loss
     if not callable(function) or type(loss).__module__.startswith("keras."):
-        # An earlier loss may have been replaced.
-        return {"compute_loss": partial(kind.compute_loss, model)}
+        # The check of an earlier loss ends with that.
+        checks = getattr(vars(model).get("compute_loss"), "checks_loss", False)
+        return {"compute_loss": partial(kind.compute_loss, model)} if checks else {}
     name = getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__)
     checked = False
 
@@ -64,6 +65,7 @@ def checked_loss(model: Any, training: Training) -> dict[str, Callable[..., Any]
         checked = True
         return kind.compute_loss(model, *args, **kwargs)
 
+    vars(compute_loss)["checks_loss"] = True
     return {"compute_loss": compute_loss}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from collectives.consistency.uncaught import raised_on_all
+from strategies.core.same_error import raise_on_all
 from strategies.keras.seeds import replica_seeds
 from strategies.keras.shares import length_of
 from strategies.keras.training import Training
@@ -40,10 +40,14 @@ def _with_own_seeds(training: Training, step: Step) -> Step:
     return seeded
 
 
-def _of_each_row(training: Training, kind: Any) -> Step:
-    """The step of `predict`. ValueError where the outputs haven't as many rows as the data.
+class RowsError(ValueError):
+    """A model's outputs haven't as many rows as the data, on this rank."""
 
-    The ranks' rows are joined in the order of those of the data.
+
+def _of_each_row(training: Training, kind: Any) -> Step:
+    """The step of `predict`, which joins the ranks' rows in the order of those of the data.
+
+    Raises RowsError where that isn't possible.
     """
 
     def step(model: Any, *arguments: Any) -> Any:
@@ -51,15 +55,29 @@ def _of_each_row(training: Training, kind: Any) -> Step:
         outputs = result[0] if keras.config.backend() == "jax" else result
         rows = length_of(arguments[-1])
         shapes = [tuple(each.shape) for each in keras.tree.flatten(outputs)]
-        if any(shape[:1] != (rows,) for shape in shapes):
-            error = ValueError(
+        if training.joins_rows and any(shape[:1] != (rows,) for shape in shapes):
+            raise RowsError(
                 f"predict: the model gives arrays of the shapes {shapes} for {rows} rows: must have"
                 " as many"
             )
-            raise raised_on_all(error, training.communicator.rank)
         return result
 
     return step
+
+
+def outputs_with_all_rows(training: Training, predict: Callable[[], Any]) -> Any:
+    """This rank's rows of the outputs. RowsError on every rank where one of them has others."""
+    outputs, error = None, None
+    training.joins_rows = True
+    try:
+        outputs = predict()
+    except RowsError as caught:
+        # Of this rank's piece alone: the others' loops go on.
+        error = caught
+    finally:
+        training.joins_rows = False
+    raise_on_all(training.communicator, "predict", error)
+    return outputs
 
 
 def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> Step:

@@ -20,19 +20,20 @@ def agree_on_overflows(strategy: Any) -> Undo:
     it checks them, while they are reduced when the inner optimizer applies them.
     """
 
-    def check_finite(original: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
-        # Scopes are nested, and each has wrapped the method.
-        finite = inspect.unwrap(original)(optimizer, grads)
+    def agreed_check_finite(original: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not strategy:
-            return finite
-        # NaN of a batch without rows doesn't count.
-        empty = strategy.extended.empty_batches.is_empty()
+            return original(optimizer, grads)
+        # Scopes are nested, and each has wrapped the method.
+        finite = inspect.unwrap(original)(optimizer, grads)
+        # NaN of a batch without rows doesn't count, where others have rows.
+        extended = strategy.extended
+        empty = not extended.is_alone and extended.empty_batches.is_empty()
         overflows = tf.logical_not(tf.logical_or(finite, empty))
         overflows = context.all_reduce("SUM", tf.cast(overflows, tf.int32))
         return tf.equal(overflows, 0)
 
-    return wrap_method(keras.optimizers.LossScaleOptimizer, "check_finite", check_finite)
+    return wrap_method(keras.optimizers.LossScaleOptimizer, "check_finite", agreed_check_finite)
 
 
 def makes_scale() -> bool:

@@ -88,7 +88,8 @@ class SummedVariable(LocalVariable):
         """As of `tf.Variable`."""
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
             updates = values_util.in_replica_update_context()
-            if tf.distribute.in_cross_replica_context() and not updates:
+            apart = updates or values_util.is_saving_non_distributed()
+            if tf.distribute.in_cross_replica_context() and not apart:
                 value = self._part(value)
         return super().assign(value, *options, **named)
 

@@ -278,7 +278,7 @@ def summed_by_optimizer() -> bool:
         "_all_reduce_sum_gradients",
         "all_reduce_sum_gradients",
         "_distributed_apply",
-        "check_finite",
+        "agreed_check_finite",
     )
 
 

@@ -296,6 +296,8 @@ if rank == 1:
             check()
         except error as caught:
             assert not getattr(caught, "withdrawn", False)
+        else:
+            raise AssertionError(error)
     MPI.COMM_WORLD.Barrier()
 else:
     MPI.COMM_WORLD.Barrier()

@@ -38,7 +38,7 @@ def test_starting(resolver):
     raises(ValueError, "must use all 4", DeviceAssignment.build, topology, [1, 1, 1, 2])
     if size > 1:
         over = DeviceAssignment(1, 4)
-        raises(ValueError, "devices of a process", strategies.TPUStrategy, resolver, over)
+        raises(ValueError, "devices of each process", strategies.TPUStrategy, resolver, over)
 
 
 def test_calls_in_programs_over_several_devices(resolver):

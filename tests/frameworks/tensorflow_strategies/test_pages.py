@@ -182,6 +182,7 @@ def test_custom_training(tf, ds, comm, folder, equal_on_all):
 
 def test_the_guide(tf, ds, comm, equal_on_all):
     """Of "Distributed Training in TensorFlow": Keras, and its custom loop."""
+    tf.keras.utils.set_random_seed(1)
     mirrored_strategy = ds.MirroredStrategy(communicator=comm)
     with mirrored_strategy.scope():
         model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(1,))])

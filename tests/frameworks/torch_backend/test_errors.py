@@ -170,23 +170,24 @@ def test_a_deadline(torch, dist, comm):
 @pytest.mark.ranks(2)
 def test_the_timeout_of_a_call_is_its_own(torch, dist, comm):
     """Neither that of a message meanwhile, nor in the place of one that is set meanwhile."""
-    group = dist.new_group(timeout=timedelta(seconds=30))
+    store, seen = dist.distributed_c10d._get_default_store(), ["the timeout of a call was seen"]
+    group = dist.new_group(timeout=timedelta(seconds=1))
     made = group._get_backend(torch.device("cpu"))._comm
-    for messages in (True, False):
-        if comm.rank:
-            time.sleep(0.4)
-        work = dist.barrier(group, async_op=True, timeout=timedelta(seconds=1))
-        while comm.rank == 0 and made.deadline != 1:
+    if comm.rank:
+        store.wait(seen, timedelta(seconds=60))
+    work = dist.barrier(group, async_op=True, timeout=timedelta(seconds=60))
+    if comm.rank == 0:
+        end = time.monotonic() + 20
+        while made.deadline != 60:
+            assert time.monotonic() < end
             time.sleep(0.001)
-        if messages and comm.rank:
-            time.sleep(1)
-            dist.send(torch.ones(1), 0, group=group)
-        elif messages:
+        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
             dist.recv(torch.zeros(1), 1, group=group)
-        else:
-            group.set_timeout(timedelta(seconds=20))
-        work.wait()
-        assert made.deadline == (30 if messages else 20)
+        group.set_timeout(timedelta(seconds=30))
+        store.set(seen[0], "")
+    work.wait()
+    if comm.rank == 0:
+        assert made.deadline == 30
     dist.destroy_process_group(group)
 
 
