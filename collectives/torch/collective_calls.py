@@ -85,7 +85,7 @@ class CollectiveCalls:
     def _all_reduce_sparse(self, tensor: Any, op: Any) -> None:
         """The sum: all ranks' elements; those of equal indices are added."""
         if op.op != torch.distributed.ReduceOp.SUM:
-            raise ValueError(f"{op.op}: only the sum of sparse tensors is supported")
+            self._refuse(f"{op.op}: only the sum of sparse tensors is supported")
         self.comm.barrier(f"all_reduce of sparse tensors of shape {tuple(tensor.shape)}")
         part = tensor.detach().coalesce()
         # Kept until they are sent, as their arrays do not hold them.
@@ -167,8 +167,7 @@ class CollectiveCalls:
 
     def _reduce_scatter(self, output: Any, flat: Any, op: Any) -> None:
         if flat.numel() != output.numel() * self.comm.size:
-            self.comm.barrier(f"reduce_scatter of {flat.numel()} elements into {output.numel()}")
-            raise ValueError(
+            self._refuse(
                 f"reduce_scatter: the input has {flat.numel()} elements and the output"
                 f" {output.numel()}: must be {self.comm.size} times as many"
             )
@@ -219,9 +218,14 @@ class CollectiveCalls:
         """As `all_to_all`, of the equal parts of a contiguous tensor into another one."""
         self.comm.all_to_all(self._flat(tensor), out=self._flat(output))
 
+    def _refuse(self, problem: str) -> NoReturn:
+        """Raise ValueError before a call: a MismatchError where other ranks make it."""
+        self.comm.barrier(problem)
+        raise ValueError(problem)
+
     def _check_count(self, call: str, tensors: Tensors, kind: str) -> None:
         if len(tensors) != self.comm.size:
-            raise ValueError(
+            self._refuse(
                 f"{call}: the list has {len(tensors)} {kind} tensors: must have {self.comm.size},"
                 " one for each rank of the group"
             )

@@ -397,6 +397,23 @@ def test_parts_of_other_lengths_on_a_rank(torch, dist, comm):
         dist.reduce_scatter(output, [torch.ones(each) for each in lengths])
 
 
+def test_lists_and_outputs_of_a_wrong_length_on_a_rank(torch, dist, comm):
+    odd = int(comm.rank == 0)
+    parts = [torch.ones(2) for _ in range(comm.size + odd)]
+    for call in (
+        lambda: dist.all_gather(parts, torch.ones(2)),
+        lambda: dist.gather(torch.ones(2), parts if comm.rank == 0 else None, 0),
+        lambda: dist.reduce_scatter(torch.ones(2), parts),
+        lambda: dist.reduce_scatter_single(torch.ones(2 + odd), torch.ones(2 * comm.size)),
+        lambda: dist.all_reduce(
+            torch.ones(2).to_sparse(), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
+        ),
+    ):
+        with pytest.raises(collectives.MismatchError, match="rank 0: barrier"):
+            call()
+    dist.barrier()
+
+
 def test_members_of_which_nothing_can_be_known(torch, dist):
     """The rank that served the store has ended: a receive from another one goes on."""
     from collectives.torch.members import Members
