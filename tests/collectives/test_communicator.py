@@ -452,8 +452,8 @@ def test_axes_counted_from_either_end_are_the_same(comm):
 
 
 def test_complex_means_keep_infinities_apart(comm):
-    mean = comm.all_reduce(np.array([complex(np.inf, 0), 1 + 1j]), "mean")
-    np.testing.assert_array_equal(mean.view(float), [np.inf, 0, 1, 1])
+    mean = comm.all_reduce(np.array([complex(np.inf, 0), (comm.rank + 1) * (1 + 1j)]), "mean")
+    np.testing.assert_array_equal(mean.view(float), [np.inf, 0, *[(comm.size + 1) / 2] * 2])
 
 
 @pytest.mark.ranks(2)

@@ -266,6 +266,7 @@ def test_all_come_and_leave_at_random(patient, record_directory):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_without_a_deadline_it_waits_on(patient, caplog):
+    patient.deadline = 0.2  # which this wait would exceed
     patient.deadline = None
     assert patient.deadline is None
     if patient.rank == 0:

@@ -92,11 +92,15 @@ def test_a_killed_rank_ends_the_job(size, call, launch):
     body = f"""
 if rank == size - 1:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+print("begun", flush=True)
 {GO_ON[call]}
 """
     start = time.monotonic()
     ended = launch(size, program(body), timeout=60)
     assert ended.returncode != 0
+    assert "begun" in ended.stdout, ended.stderr
+    assert "AssertionError" not in ended.stderr
+    assert "NameError" not in ended.stderr
     assert time.monotonic() - start < 20
 
 

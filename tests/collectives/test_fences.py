@@ -80,6 +80,7 @@ def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
         assert "publish" in events
         for place, event in enumerate(events):
             if event == "publish":
+                assert place
                 assert events[place - 1] == "fence"
         # What was published was read by others after a fence of their own.
         assert events.count("fence") > events.count("publish")

@@ -109,6 +109,8 @@ try:
     comm.all_reduce_async(np.ones(rank + 1)).wait()
 except collectives.ShapeMismatchError:
     comm.close()
+else:
+    sys.exit("no error")
 """,
     "one asynchronous call too many, closed": """
 if rank == 0: handle = comm.all_reduce_async(np.ones(3))
@@ -116,6 +118,7 @@ comm.close()
 if rank == 0:
     try: handle.wait()
     except collectives.CollectiveMismatchError as error: assert "close()" in error.calls[1]
+    else: sys.exit("no error")
 """,
 }
 

@@ -41,23 +41,27 @@ class Quiet:
 
 
 def test_what_is_watched_may_come_and_go_while_it_is_looked_at(hasty_threads):
-    problems, end = [], threading.Event()
+    problems, looks, end = [], [], threading.Event()
 
     def check_deadline():
         while not end.is_set():
             try:
                 watchdog._all_watched()
+                looks.append(1)
             except RuntimeError as error:
                 problems.append(error)
 
     looker = threading.Thread(target=check_deadline)
     looker.start()
-    for _ in range(6):
-        kept = [Quiet() for _ in range(200)]
-        for each in kept:
-            watchdog.watch(each)
-    end.set()
-    looker.join()
+    try:
+        for _ in range(6):
+            kept = [Quiet() for _ in range(200)]
+            for each in kept:
+                watchdog.watch(each)
+    finally:
+        end.set()
+        looker.join()
+    assert looks
     assert not problems
 
 

@@ -162,17 +162,19 @@ def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline(monkeypatch):
     assert "has run on the GPU for the deadline of 0.4 s" in ended[0]
 
 
-def test_work_of_the_caller_does_not_count_for_the_deadline():
+def test_work_of_the_caller_does_not_count_for_the_deadline(monkeypatch):
+    monkeypatch.setattr(stream_work, "GRACE_SECONDS", 0.2)
     ended = []
 
     def program(comm, cuda):
+        comm.deadline = 0.6
         comm._devices._path._launches._end_job = ended.append
-        cuda.slow(cuda.current_stream(), 1.1)
+        cuda.slow(cuda.current_stream(), 1.5)
         result = comm.all_reduce(filled(cuda, comm.rank))
-        time.sleep(0.9)
+        time.sleep(1.3)
         return result.get().tolist()
 
-    assert run(2, program, backend="nccl", deadline=0.6) == [[1.0] * 4] * 2
+    assert run(2, program, backend="nccl") == [[1.0] * 4] * 2
     assert not ended
 
 

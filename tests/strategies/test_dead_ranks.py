@@ -43,6 +43,8 @@ with strategy.scope():
 
 
 def step(number):
+    if number == 4 and comm.rank == 0:
+        print("four steps", flush=True)
     if number == 5 and comm.rank == 1:
         {fault}
     optimizer.apply_gradients([(np.full(1000, comm.rank + 1.0), variable)])
@@ -64,6 +66,7 @@ def test_the_job_ends_long_before_the_deadline(strategy, fault, launch):
     start = time.monotonic()
     ended = launch(3, program(strategy, FAULTS[fault], deadline=60), timeout=80)
     assert ended.returncode != 0
+    assert "four steps" in ended.stdout, ended.stderr
     assert "came to its end" not in ended.stdout
     assert time.monotonic() - start < 35
 

@@ -68,10 +68,11 @@ def test_a_script_needs_nothing_but_torchrun(torchrun):
 def test_the_launch_command_leaves_torch_its_port(tmp_path, backend):
     """Rank 0 served the start there; then torch's store listens."""
     command = f"{sys.executable} -m collectives.launch --timeout 30 {USER} {backend}"
-    line = f"RANK=1 {command} & RANK=0 {command}; wait"
+    line = f"RANK=1 {command} & other=$!; RANK=0 {command} && wait $other"
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables["PYTHONPATH"] = entry_point(tmp_path)
     ended = run_launcher(["sh", "-c", line], variables, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
     assert "2 ranks: 3.0" in ended.stdout, ended.stderr
 
 
