@@ -228,8 +228,9 @@ def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_ranks_that_come_when_the_others_leave(patient, record_directory):
-    deadline, chance = 0.03, random.Random(5)
-    for number in range(20):
+    # Longer than a rank may lose its core for, in the middle of a call.
+    deadline, chance = 0.08, random.Random(5)
+    for number in range(9):
         late, length = chance.randrange(patient.size), chance.choice([SMALL, LARGE])
         offset = chance.uniform(-0.004, 0.004)
         wait_for_all()
@@ -242,12 +243,13 @@ def test_ranks_that_come_when_the_others_leave(patient, record_directory):
 
 
 def call_until_all_come(comm, array):
-    for _ in range(100):
+    end = time.monotonic() + PATIENT
+    while time.monotonic() < end:
         try:
             return comm.all_reduce(array)
         except collectives.DeadlineExceededError:
             continue
-    raise AssertionError("they never met")
+    raise AssertionError("the ranks never made the call together")
 
 
 @pytest.mark.mpi

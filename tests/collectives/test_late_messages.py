@@ -57,7 +57,8 @@ def give_up_to_receive(comm, length, tag=0):
 
 
 def until_it_is_done(call):
-    for _ in range(100):
+    end = time.monotonic() + PATIENT
+    while time.monotonic() < end:
         try:
             return call()
         except collectives.DeadlineExceededError:

@@ -102,7 +102,7 @@ def test_all_connections_go_to_the_address_that_the_cluster_names(monkeypatch):
 def test_absent_tasks_are_named_by_all_others(absent):
     whole = tasks(4)
     present = [rank for rank in range(4) if rank not in absent]
-    for rank, error in zip(present, start_all(ranks_of(whole, *present), 0.5), strict=True):
+    for rank, error in zip(present, start_all(ranks_of(whole, *present), 1.5), strict=True):
         assert isinstance(error, DeadlineExceededError), error
         assert error.absent == absent
         named = ", ".join(f"worker {each}" for each in absent)
@@ -157,8 +157,8 @@ def test_a_task_without_the_secret_is_refused_and_the_others_wait(secret):
     whole = tasks(2)
     server = TaskServer(whole, SECRET, insecure=False)
     with ThreadPoolExecutor(1) as pool:
-        task = pool.submit(start, dataclasses.replace(whole, rank=1), 0.6, secret)
-        exchange = Exchange(server, 0, 2, 0.6, names=whole.names, listening=server)
+        task = pool.submit(start, dataclasses.replace(whole, rank=1), 1.5, secret)
+        exchange = Exchange(server, 0, 2, 1.5, names=whole.names, listening=server)
         with pytest.raises(DeadlineExceededError) as absent:
             exchange.connect(server.host)
     errors = {0: absent.value, 1: task.result()}

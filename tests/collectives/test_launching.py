@@ -155,10 +155,10 @@ def test_absent_ranks_are_named_on_all_others(absent):
         store.set("old/server", json.dumps(["127.0.0.1", 9, "token"]))
         for rank in range(3):
             store.set(f"old/{rank}", json.dumps([3, 0]))
-    for rank, error in connect(store, 3, 0.3, absent).items():
+    for rank, error in connect(store, 3, 1.5, absent).items():
         assert isinstance(error, DeadlineExceededError), error
         assert error.absent == absent
-        assert f"rank {rank} of 3: the start of MPI timed out after 0.3 s" in str(error)
+        assert f"rank {rank} of 3: the start of MPI timed out after 1.5 s" in str(error)
         named = ", ".join(map(str, absent))
         assert f"Absent: rank{'s' * (len(absent) > 1)} {named}" in str(error)
         # The entry in the earlier attempt's session may be another process's.
@@ -194,7 +194,7 @@ def test_a_rank_that_was_started_twice_is_named(first_gives_up, monkeypatch):
     if first_gives_up:
         store.set("now/1", json.dumps([3, "another process"]))
         store.set("now/server", json.dumps(["", 0, "", "", [2]]))
-    exchanges = [Exchange(store, 1, 3, seconds) for seconds in (0.4, 0.8)]
+    exchanges = [Exchange(store, 1, 3, seconds) for seconds in (1.5, 3.0)]
     with ThreadPoolExecutor(2) as pool:
         for end in [pool.submit(each.connect, "127.0.0.1") for each in exchanges]:
             text = re.escape("Absent: rank 2; or rank 1 of 3 was started twice")

@@ -30,7 +30,9 @@ def on_threads(size, body):
 
 def serve(endpoint, calls, count):
     """Receive until so many requests and notifications are there."""
+    end = time.monotonic() + 20
     while len(calls) < count:
+        assert time.monotonic() < end
         endpoint.step(0.1)
 
 
@@ -130,7 +132,9 @@ def test_a_wait_for_a_rank_that_has_ended_names_it():
         if comm.rank == 0:
             box.tell_end()
             return None
+        end = time.monotonic() + 20
         while not endpoint.departed([0]):
+            assert time.monotonic() < end
             endpoint.step(0.01)
         with pytest.raises(RankFailedError, match="task 0 has gone home"):
             endpoint.check_present(0)

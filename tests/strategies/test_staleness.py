@@ -67,7 +67,7 @@ def test_no_worker_is_further_ahead_than_allowed(comm, staleness):
 def test_without_a_bound_no_worker_waits(comm):
     def work(strategy):
         if number_of(strategy) == 1:
-            return steps_of(strategy, 0.05)
+            return steps_of(strategy, 0.2)
         return steps_of(strategy, 0.0)
 
     fast, _ = run_workers(comm, 1, work)

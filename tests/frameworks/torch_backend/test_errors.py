@@ -136,7 +136,9 @@ def test_a_future_has_the_error(torch, dist, comm):
 
 def test_a_deadline(torch, dist, comm):
     """The error names the absent ranks and the user's line, in words that torch's tests read."""
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = dist.new_group()
+    dist.barrier(group)
+    group.set_timeout(timedelta(seconds=0.5))
     for later in (False, True):
         start = time.monotonic()
         if comm.rank == 0:
