@@ -56,7 +56,7 @@ def is_raised_on_all(error: BaseException) -> bool:
 
 
 def shown_by_one(error: Error, rank: int, shown_by: int = 0) -> Error:
-    """Mark an error which every rank raises that runs the same program, as far as one rank sees."""
+    """Mark an error that all ranks raise if they run the same program, which is not compared."""
     setattr(error, _SHOWN_BY, None if rank == shown_by else shown_by)
     return error
 

@@ -108,7 +108,7 @@ def _acts_on_batches(callback: Any) -> bool:
     methods = [getattr(callback, name) for name in _BATCHES]
     if isinstance(callback, ON_CHIEF):
         # Keras's own neither stop nor communicate there; a class that is made of one may.
-        methods = [each for each in methods if not each.__module__.startswith("keras.")]
+        methods = [each for each in methods if not str(each.__module__).startswith("keras.")]
     return any(not is_default(each) for each in methods)
 
 

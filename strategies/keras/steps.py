@@ -54,7 +54,8 @@ def _of_each_row(training: Training, kind: Any) -> Step:
         result = kind.predict_step(model, *arguments)
         outputs = result[0] if keras.config.backend() == "jax" else result
         rows = length_of(arguments[-1])
-        shapes = [tuple(each.shape) for each in keras.tree.flatten(outputs)]
+        flat = keras.tree.flatten(outputs)
+        shapes = [tuple(each.shape) for each in flat if each is not None]
         if training.joins_rows and any(shape[:1] != (rows,) for shape in shapes):
             raise RowsError(
                 f"predict: the model gives arrays of the shapes {shapes} for {rows} rows: must have"
