@@ -66,6 +66,8 @@ class Closable(Protocol):
 
 _lock = threading.Lock()
 _open: dict[int, Closable] = {}
+_handled: BaseException | None = None
+"""The exception in whose handler this process was forked."""
 _was_open = False
 """Whether this process has had any, even if all are closed."""
 _before: list[Callable[[], None]] = []
@@ -234,14 +236,13 @@ def _close_in_forked_rank() -> None:
     """Close them at the end of a rank that multiprocessing forked, which runs no exit handlers."""
     process = multiprocessing.current_process()
     if getattr(process, "_start_method", None) in ("fork", "forkserver"):
-        Finalize(None, _end_forked_rank, (sys.exc_info()[1],), exitpriority=_AFTER_OTHERS)
+        Finalize(None, _end_forked_rank, exitpriority=_AFTER_OTHERS)
 
 
-def _end_forked_rank(handled: BaseException | None) -> None:
-    """`handled` is the exception in whose handler the rank was forked."""
+def _end_forked_rank() -> None:
     # multiprocessing ends the process while it handles an exception that nothing has caught.
     error = sys.exc_info()[1]
-    if error is None or error is handled or isinstance(error, SystemExit):
+    if error is None or error is _handled or isinstance(error, SystemExit):
         _finish_all()
     _close_all()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -251,8 +252,8 @@ def _end_forked_rank(handled: BaseException | None) -> None:
 
 def _begin_child() -> None:
     """A child process is no rank, and must not finalize MPI, as mpi4py would at exit."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _handled
+    _lock, _handled = threading.Lock(), sys.exc_info()[1]
     failures.forget()
     if not _was_open:
         return

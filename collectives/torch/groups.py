@@ -42,7 +42,9 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     if not options.global_ranks_in_group:
         seconds = options.timeout.total_seconds()
         start_through(options.store, options.group_rank, options.group_size, seconds)
-        _created[""] += 1
+        worlds = _created[""] + 1
+        _created.clear()
+        _created[""] = worlds
     whole, mpi = world(), start_mpi()
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         raise BackendUnavailableError(

@@ -84,11 +84,11 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         check = self._check
         sequence = -1 if check is None else check.sequence
         try:
-            usual = self._messages.deadline
-            if (seconds if seconds > 0 else usual) == usual == self._comm.deadline:
+            wanted = seconds if seconds > 0 else self._messages.deadline
+            if wanted == self._comm.deadline == self._messages.deadline:
                 call(*arguments)
                 return
-            self._comm.deadline = seconds if seconds > 0 else usual
+            self._comm.deadline = wanted
             try:
                 call(*arguments)
             finally:
@@ -262,8 +262,8 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of the calls that begin from now on."""
-        self._messages.deadline = timeout.total_seconds()
+        """Set the deadline of calls from now on. ValueError unless it is positive."""
+        self._comm.deadline = self._messages.deadline = timeout.total_seconds()
 
     def registered(self, nbytes: int) -> Any:
         """So many bytes of registered memory, as `Communicator.empty`. Collective."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from collectives import Communicator, DeadlineExceededError, MismatchError, RankFailedError
+from collectives import Communicator, DeadlineExceededError, MismatchError
 from collectives.consistency.uncaught import is_raised_on_all, raised_on_all
 from collectives.errors import UnusableError, portable, summary_of
 from collectives.scope import calls_made, has_ended, named_scope
@@ -64,9 +64,7 @@ def _is_shared(error: Exception, communicator: Communicator, calls: int | None) 
     error is of another communicator, or was raised before. A call that exceeded its deadline isn't
     counted.
     """
-    if isinstance(error, UnusableError | RankFailedError):
-        return has_ended(communicator)
-    if isinstance(error, DeadlineExceededError):
+    if has_ended(communicator) or isinstance(error, DeadlineExceededError):
         return True
     compared = isinstance(error, MismatchError) and bool(error.calls)
     return (compared or is_raised_on_all(error)) and calls_made(communicator) != calls

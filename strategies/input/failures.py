@@ -49,7 +49,7 @@ def _sent(rank: int, error: Exception) -> Exception:
 def _own_or_others(errors: Errors, rank: int) -> Exception:
     own = errors[rank]
     if own is not None:
-        return own
+        return raised_on_all(own, rank, rank)
     texts = {failed: str(error) for failed, error in enumerate(errors) if error is not None}
     error = DatasetError("; ".join(dict.fromkeys(texts.values())))
     return raised_on_all(error, rank, min(texts))

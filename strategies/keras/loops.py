@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
@@ -32,9 +31,9 @@ from strategies.keras.data import (
     warn_of_different_batches,
 )
 from strategies.keras.orders import common_seed
-from strategies.keras.shares import Share, length_of, share_of
+from strategies.keras.shares import Share, length_of, refuse_other_rows, share_of
 from strategies.keras.state import divide_sums, refuse_different_weights
-from strategies.keras.steps import outputs_with_all_rows, row_of_zeros
+from strategies.keras.steps import row_of_zeros
 from strategies.keras.training import Training
 
 Method = Callable[..., Any]
@@ -122,9 +121,9 @@ class LoopMethods:
         with self._training.outside_of_epoch(), self._of_equal_lengths("predict", given["x"]):
             if not self._shared:
                 self._build(given["x"])
-            predict = partial(self._kind.predict, self._model, **given)
-            outputs = outputs_with_all_rows(self._training, predict)
+            outputs = self._kind.predict(self._model, **given)
         lengths = given["x"].lengths
+        refuse_other_rows(self._training, outputs, lengths, given["steps"])
         return keras.tree.map_structure(lambda each: self._joined(each, lengths), outputs)
 
     def of_prediction(self, args: Any, kwargs: Any) -> dict[str, Any]:

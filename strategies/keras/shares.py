@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 
+from strategies.core.same_error import raise_on_all
 from strategies.keras.training import Training
 
 
@@ -41,3 +43,23 @@ def length_of(batch: Any) -> int:
             f"the arrays of a batch have the shapes {shapes}: must have equally many rows"
         )
     return int(lengths.pop()[0])
+
+
+def refuse_other_rows(
+    training: Training, outputs: Any, lengths: Sequence[int], steps: int | None
+) -> None:
+    """ValueError on every rank where `predict` gave other numbers of rows than it got. Collective.
+
+    The ranks' rows are joined in the order of those of the data. `lengths` are those of the global
+    batches that were read; with `steps` some at the end may not have been used.
+    """
+    own = [len(range(length)[share_of(training).of(length)]) for length in lengths]
+    least = len(own) if steps is None else min(steps, len(own))
+    possible = {sum(own[:number]) for number in range(least, len(own) + 1)}
+    found = [len(each) for each in keras.tree.flatten(outputs)]
+    error = None
+    if not possible.issuperset(found):
+        error = ValueError(
+            f"predict: the model gives {found} rows for {sum(own)}: must have as many"
+        )
+    raise_on_all(training.communicator, "predict", error)

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from strategies.core.same_error import raise_on_all
 from strategies.keras.seeds import replica_seeds
 from strategies.keras.shares import length_of
 from strategies.keras.training import Training
@@ -28,7 +27,7 @@ def steps_of(model: Any, training: Training) -> dict[str, Step]:
     return {
         "train_step": _with_own_seeds(training, _counting(model, training, kind.train_step, train)),
         "test_step": _counting(model, training, kind.test_step, test),
-        "predict_step": _counting(model, training, _of_each_row(training, kind), predict),
+        "predict_step": _counting(model, training, kind.predict_step, predict),
     }
 
 
@@ -38,47 +37,6 @@ def _with_own_seeds(training: Training, step: Step) -> Step:
             return step(*arguments)
 
     return seeded
-
-
-class RowsError(ValueError):
-    """A model's outputs haven't as many rows as the data, on this rank."""
-
-
-def _of_each_row(training: Training, kind: Any) -> Step:
-    """The step of `predict`, which joins the ranks' rows in the order of those of the data.
-
-    Raises RowsError where that isn't possible.
-    """
-
-    def step(model: Any, *arguments: Any) -> Any:
-        result = kind.predict_step(model, *arguments)
-        outputs = result[0] if keras.config.backend() == "jax" else result
-        rows = length_of(arguments[-1])
-        flat = keras.tree.flatten(outputs)
-        shapes = [tuple(each.shape) for each in flat if each is not None]
-        if training.joins_rows and any(shape[:1] != (rows,) for shape in shapes):
-            raise RowsError(
-                f"predict: the model gives arrays of the shapes {shapes} for {rows} rows: must have"
-                " as many"
-            )
-        return result
-
-    return step
-
-
-def outputs_with_all_rows(training: Training, predict: Callable[[], Any]) -> Any:
-    """This rank's rows of the outputs. RowsError on every rank where one of them has others."""
-    outputs, error = None, None
-    training.joins_rows = True
-    try:
-        outputs = predict()
-    except RowsError as caught:
-        # Of this rank's piece alone: the others' loops go on.
-        error = caught
-    finally:
-        training.joins_rows = False
-    raise_on_all(training.communicator, "predict", error)
-    return outputs
 
 
 def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> Step:

@@ -38,8 +38,6 @@ class Training:
         self.rows_read = 0
         """The number of rows of the piece that this rank's data gave last."""
         self.chiefs_error: Exception | None = None
-        self.joins_rows = False
-        """Whether the step of a prediction is one of `predict`, not of `predict_on_batch`."""
         """What a callback of the chief alone has raised since the last exchange."""
         self.in_epoch = False
         """Whether the ranks take the steps of an epoch of `fit`."""
