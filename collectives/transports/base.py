@@ -34,6 +34,9 @@ Actions: TypeAlias = Iterator[Callable[[], Any]]
 LARGEST_TAG = 32_000
 _NOTHING = memoryview(b"")
 
+abandoned: list[object] = []
+"""Buffers that the library may still read or write after what used them has ended."""
+
 ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 """Processors that make a thread's loads and stores visible in program order (TSO)."""
 

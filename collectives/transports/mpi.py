@@ -25,10 +25,11 @@ from collectives.transports.base import (
     Receiving,
     Sending,
     Transport,
+    abandoned,
 )
 from collectives.transports.mpi_control import MpiControlChannel
 from collectives.transports.mpi_end import before_end
-from collectives.transports.mpi_mailbox import MpiMessageChannel, abandoned, parts_of
+from collectives.transports.mpi_mailbox import MpiMessageChannel, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, other_tag, receive, send
 from collectives.transports.mpi_native import native
 from collectives.transports.mpi_neighbors import MpiNeighborChannel

@@ -14,16 +14,13 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import RankFailedError
-from collectives.transports.base import Bytes, MessageChannel, Sending
+from collectives.transports.base import Bytes, MessageChannel, Sending, abandoned
 from collectives.transports.envelope import Buffer, pack, unpack
 
 # An MPI 3 library counts a message's bytes with 31 bits.
 _LARGEST_MESSAGE = 1 << 30
 _ENVELOPE_TAG = 0
 _FOLLOWING_TAG = 1
-
-abandoned: list[object] = []
-"""Buffers that MPI may still read or write after their channel or transport has ended."""
 
 
 def parts_of(buffer: Bytes) -> list[Bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from collectives.transports.mpi_mailbox import abandoned
+from collectives.transports.base import abandoned
 from collectives.transports.mpi_messages import LAST_TAG
 from collectives.transports.neighbors import Buffer, NeighborChannel
 
