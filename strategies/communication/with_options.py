@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,14 +99,16 @@ class CollectivesWithOptions:
             algorithm = "ring" if rings else None
             return self._communicator.all_gather(array, axis=axis, algorithm=algorithm)
 
-    @contextmanager
-    def deadline(self, options: CommunicationOptions | None) -> Iterator[None]:
-        """The call's own deadline, if it has one."""
+    def deadline(self, options: CommunicationOptions | None) -> AbstractContextManager[None]:
+        """A context with the call's own deadline, if it has one."""
         if options is None or options.timeout_seconds is None:
-            yield
-            return
+            return nullcontext()
+        return self._waiting(options.timeout_seconds or None)
+
+    @contextmanager
+    def _waiting(self, seconds: float | None) -> Iterator[None]:
         before = self._communicator.deadline
-        self._communicator.deadline = options.timeout_seconds or None
+        self._communicator.deadline = seconds
         try:
             yield
         finally:

@@ -53,7 +53,8 @@ def refuse_other_rows(
     The ranks' rows are joined in the order of those of the data. `lengths` are those of the global
     batches that were read; with `steps` some at the end may not have been used.
     """
-    own = [len(range(length)[share_of(training).of(length)]) for length in lengths]
+    parts = map(share_of(training).of, lengths)
+    own = [part.stop - part.start for part in parts]
     least = len(own) if steps is None else min(steps, len(own))
     possible = {sum(own[:number]) for number in range(least, len(own) + 1)}
     found = [len(each) for each in keras.tree.flatten(outputs)]

@@ -83,7 +83,7 @@ class ReplicaContext:
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
         strategy, leaves = self.strategy, _contents(value)
         self._compare("all_reduce", value, leaves, options)
-        with nullcontext() if options is None else strategy.deadline(options):
+        with strategy.deadline(options):
             folded = map_apart(
                 leaves,
                 lambda arrays: strategy.all_reduce_arrays(arrays, op, options),

@@ -32,3 +32,22 @@ def equal_on_all(comm):
         assert all(each == contents[0] for each in contents)
 
     return check
+
+
+@pytest.fixture
+def scaled_step(tf):
+    """Makes a weight of 1, its LossScaleOptimizer of SGD, and a step by `factor` times it."""
+
+    def make(strategy, rate):
+        with strategy.scope():
+            weight = tf.keras.Variable([1.0])
+            inner = tf.keras.optimizers.SGD(rate)
+            optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+            optimizer.build([weight])
+
+        def step(factor):
+            optimizer.apply([factor * weight.value], [weight])
+
+        return weight, optimizer, step
+
+    return make

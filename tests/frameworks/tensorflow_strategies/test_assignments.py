@@ -87,16 +87,8 @@ def test_statistics_of_a_function_that_another_thread_traced(tf, strategy, comm)
     assert not len(functions)
 
 
-def test_a_step_that_one_rank_scales_to_infinity(tf, strategy, comm):
-    with strategy.scope():
-        weight = tf.keras.Variable([1.0])
-        inner = tf.keras.optimizers.SGD(1.0)
-        optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
-        optimizer.build([weight])
-
-    def step(factor):
-        optimizer.apply([factor * weight.value], [weight])
-
+def test_a_step_that_one_rank_scales_to_infinity(tf, strategy, comm, scaled_step):
+    weight, optimizer, step = scaled_step(strategy, 1.0)
     infinite = tf.constant([np.inf if comm.rank else 1.0])
 
     def in_scope(*args, **kwargs):

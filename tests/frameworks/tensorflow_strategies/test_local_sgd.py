@@ -441,17 +441,9 @@ def test_a_rank_without_rows_in_a_batch_does_not_change_its_weights(tf, ds, comm
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_step_that_overflows_on_one_rank_is_a_step_of_all(tf, ds, comm, traced):
+def test_a_step_that_overflows_on_one_rank_is_a_step_of_all(tf, ds, comm, scaled_step, traced):
     strategy = ds.LocalSGDStrategy(2, communicator=comm)
-    with strategy.scope():
-        weight = tf.keras.Variable([1.0])
-        inner = tf.keras.optimizers.SGD(0.1)
-        optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
-        optimizer.build([weight])
-
-    def step(factor):
-        optimizer.apply([factor * weight.value], [weight])
-
+    weight, _, step = scaled_step(strategy, 0.1)
     run = tf.function(strategy.run) if traced else strategy.run
     for number in range(4):
         run(step, args=(tf.constant([np.inf if comm.rank and number == 0 else 1.0]),))
