@@ -165,14 +165,19 @@ class Devices:
 
     def _handle(self, future: Future[Any], call: Signature | None) -> Handle[Any]:
         """The handle of a call that was enqueued on the current stream, or has failed."""
-        event = cuda().current_stream().record() if future.exception() is None else None
+        stream, event = cuda().current_stream(), None
+        if future.exception() is None and not stream.capturing():
+            event = stream.record()  # a captured one can't be queried
         return DeviceHandle(future, event, partial(self._wait, call))
 
     def _wait(self, call: Signature | None, event: Event, timeout: float | None) -> None:
-        if self._path is None:
+        path = self._path
+        if path is not None:
+            path.wait(str(call), event, timeout)
+        elif self._engine.broken is None:
             wait_for(event, timeout)
-        else:
-            self._path.wait(str(call), event, timeout)
+        else:  # aborted work is done, too
+            raise self._engine.refusal()
 
     def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
         """Check a call of these dtypes on this rank, before the ranks synchronize.
@@ -265,9 +270,9 @@ class Devices:
 
     def close(self) -> None:
         """Release all resources. Collective."""
-        path, self._path = self._path, None
-        if path is not None:
-            path.close()
+        if self._path is not None:
+            self._path.close()  # an error leaves it to `abandon`
+            self._path = None
 
 
 class DeviceHandle(Handle[Any]):
@@ -279,7 +284,7 @@ class DeviceHandle(Handle[Any]):
     def __init__(
         self, future: Future[Any], event: Event | None, wait: Callable[[Event, float | None], None]
     ) -> None:
-        """`event` follows the call on its stream; None if the call failed."""
+        """`event` follows the call on its stream; None if the call failed or is captured."""
         super().__init__(future)
         self._event, self._wait = event, wait
 

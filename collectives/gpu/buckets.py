@@ -10,8 +10,7 @@ earlier calls of the communicator, asynchronous ones after their `wait`, and bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from collectives.caching import LRU
 from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.cuda.kernels import kernel_name, lay_out, make_table, reals
+from collectives.gpu.ordered_memory import OrderedMemory
 from collectives.reductions.buckets import Bucket, Kinds, make_buckets
 from collectives.reductions.reduction import ReduceOp, reduction_for
 
@@ -86,35 +86,15 @@ class BucketSet(NamedTuple):
     """Indices of the arrays that share no bucket."""
 
 
-class BucketMemory:
+class BucketMemory(OrderedMemory):
     """The buckets of one communicator."""
 
     def __init__(self, cuda: Cuda) -> None:
         """All memory is on the current GPU."""
-        self.cuda = cuda
-        # Buckets and tables are allocated for this stream, which waits for every call and does
-        # nothing else: pools reuse memory in the order of its stream, and calls use several.
-        self._stream = cuda.new_stream()
+        super().__init__(cuda)
         self._sets: LRU[tuple[Kinds, int, bool], BucketSet] = LRU(_SETS_KEPT)
-        self._last: Event | None = None
         self._uploads: list[tuple[Event, NDArray[np.uint8]]] = []
         self._captured: list[Any] = []
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Context ordered after earlier calls, and before later ones, on the current stream."""
-        stream = self.cuda.current_stream()
-        if stream.capturing():
-            # Events can't be waited for across the boundary of a capture.
-            yield
-            return
-        if self._last is not None:
-            stream.wait(self._last)
-        try:
-            yield
-        finally:
-            self._last = stream.record()
-            self._stream.wait(self._last)
 
     def set_for(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:
         """The buckets for arrays of these kinds; all ranks divide them alike."""
@@ -140,13 +120,6 @@ class BucketMemory:
                     made.alone.extend(indices)
                 elif bucket.length:
                     made.buckets.append(DeviceBucket(self, dtype, indices, bucket))
-        return made
-
-    def empty(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """New memory, to be written by the call that holds `turn`."""
-        with self.cuda.on(self._stream):
-            made = self.cuda.empty(length, dtype)
-        self.cuda.current_stream().wait(self._stream.record())
         return made
 
     def upload(self, rows: NDArray[np.int64]) -> Table:

@@ -17,11 +17,12 @@ from collectives.execution.device_path import DevicePath, Kind, Move, Request
 from collectives.execution.engine import Engine
 from collectives.execution.executor import Plans
 from collectives.gpu.conversions import Conversion, conversion_of
+from collectives.gpu.ordered_memory import OrderedMemory
 from collectives.gpu.probe import Found
 from collectives.gpu.stream_work import StreamWork
 from collectives.reductions.reduction import Action, ReduceOp
 from collectives.schedules.paths import FORCED, NATIVE
-from collectives.transports.base import Native
+from collectives.transports.base import Native, abandoned
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclDriver, NcclError
 
@@ -40,7 +41,8 @@ class NcclPath(DevicePath):
     def __init__(self, cuda: Cuda, transport: NcclTransport, launches: StreamWork) -> None:
         """`launches` chooses the streams of the transport's calls."""
         self._cuda, self._transport, self._launches = cuda, transport, launches
-        self._plans = Plans(transport, _DeviceMemory(cuda))
+        self._memory = _DeviceMemory(cuda)
+        self._plans = Plans(transport, self._memory)
 
     def run(self, request: Request) -> str:
         """Enqueue the collective on the current stream, or where a graph captures that."""
@@ -55,6 +57,8 @@ class NcclPath(DevicePath):
             return self.name
         if request.op is None:
             request = _as_bytes(request)
+        elif algorithm not in (None, NATIVE):
+            request.reduction()  # raises TypeError for what no kernel folds
         with self._launches.launch(request.source, request.target) as stream:
             self._transport.stream = stream.handle
             if algorithm in (None, NATIVE):
@@ -100,15 +104,16 @@ class NcclPath(DevicePath):
             conversion.convert_back(target, request.target)
 
     def _run_schedule(self, request: Request, algorithm: str) -> str:
-        self._plans.run(
-            request.collective,
-            algorithm,
-            request.source,
-            request.target,
-            request.lengths,
-            request.op,
-            request.root,
-        )
+        with self._memory.turn():
+            self._plans.run(
+                request.collective,
+                algorithm,
+                request.source,
+                request.target,
+                request.lengths,
+                request.op,
+                request.root,
+            )
         if request.op is ReduceOp.MEAN:
             self._cuda.divide(request.target, self._transport.size)
         return algorithm
@@ -150,12 +155,14 @@ class NcclPath(DevicePath):
 
     def abandon(self) -> None:
         """Abort the running work."""
+        self._launches.ended = True
         if self._launches.captured:
-            # Aborting it would wait for the graphs that use it.
+            # Aborting it would wait for the graphs that use it: NCCL may write on.
             self._transport.abandon()
+            abandoned.append(self._launches)
         else:
             self._transport.abort()
-        self._launches.forget()
+            self._launches.forget()
 
 
 def start_nccl(
@@ -221,15 +228,14 @@ def _as_bytes(request: Request) -> Request:
     )
 
 
-class _DeviceMemory:
+class _DeviceMemory(OrderedMemory):
     """`executor.Memory` on the current GPU; all work is enqueued on the current stream."""
 
     segment_bytes = 0
 
     def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self.empty, self.work = cuda.empty, cuda.empty
-        self.address, self.at = cuda.address, cuda.at
+        super().__init__(cuda)
+        self.work, self.address, self.at = cuda.empty, cuda.address, cuda.at
 
     def message(self, array: DeviceArray) -> DeviceArray:
         return array.view(np.uint8)
@@ -240,7 +246,7 @@ class _DeviceMemory:
     def fold(
         self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray
     ) -> Action:
-        return partial(self._cuda.fold, op, first, second, out)
+        return partial(self.cuda.fold, op, first, second, out)
 
 
 def _assign(target: DeviceArray, source: DeviceArray) -> None:

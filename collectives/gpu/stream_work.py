@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from collectives.caching import LRU
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Stream
-from collectives.errors import CollectiveError, DeadlineExceededError, RankFailedError
+from collectives.errors import CollectiveError
 from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from collectives.waiting.watchdog import GRACE_SECONDS, watch
 
@@ -113,7 +113,8 @@ class StreamWork:
         self._last: Stream | None = None
         """The stream of the last work, held so that no other one gets its handle."""
         self._last_done: Any = None
-        self._ended = False
+        self.ended = False
+        """Whether the work is aborted, or about to be: every wait raises an error."""
         self._launched: deque[_Launch] = deque()
         self._bytes = 0
         """Of the arrays that they hold."""
@@ -192,7 +193,7 @@ class StreamWork:
             # The work runs whenever the graph does, with the same memory.
             self.captured.append(held)
             return
-        if self._ended:
+        if self.ended:
             return
         done = stream.record(events.pop() if events else None)
         self._last, self._last_done = stream, done
@@ -229,7 +230,7 @@ class StreamWork:
         The caller's next synchronization would block for ever, or use invalid data after an abort.
         """
         with self._lock:
-            if not self._launched or self._waiting:
+            if not self._launched or self._waiting or self.ended:
                 return
             self._cuda.use_device(self._device)
             self._forget_done()
@@ -261,21 +262,27 @@ class StreamWork:
         wait_policy.check_alive = self._wait_policy.check_alive
 
         def done() -> bool:
-            problem = None if event.done() else self.failure()
+            finished = event.done()
+            if self.ended:
+                # After an abort, unfinished work is done, too.
+                raise CollectiveError(f"{name}: an error of another call has ended it")
+            problem = None if finished else self.failure()
             if problem is not None:
                 raise CollectiveError(f"{name}: {problem}") from problem
-            if end is not None and time.monotonic() >= end and not event.done():
+            if end is not None and time.monotonic() >= end and not finished:
                 raise TimeoutError(f"not done after {timeout} s")
-            return event.done()
+            return finished
 
-        self._waiting += 1
+        with self._lock:
+            self._waiting += 1
         try:
             wait_policy.spin_until(done, dict)
-        except (DeadlineExceededError, RankFailedError, CollectiveError) as error:
+        except CollectiveError as error:
             self._give_up(error)
             raise
         finally:
-            self._waiting -= 1
+            with self._lock:
+                self._waiting -= 1
 
     def finish(self) -> None:
         """Block the host until all work is done."""
@@ -288,7 +295,6 @@ class StreamWork:
 
     def forget(self) -> None:
         """Release everything after an abort."""
-        self._ended = True
         with self._lock:
             self._launched.clear()
             self._bytes, self._last = 0, None

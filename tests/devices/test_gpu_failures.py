@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from collectives import CollectiveError, Communicator, DeadlineExceededError
 from collectives.gpu import stream_work
 from collectives.transports import local
+from collectives.transports.base import abandoned
 from collectives.transports.nccl_driver import NcclError
 from tests.devices.gpu_worlds import run, simulated
 
@@ -29,17 +31,46 @@ def test_a_rank_that_never_begins_on_the_gpu_is_named_by_wait():
             array = filled(gpus, comm.rank)
             if comm.rank == 1:
                 gpus.slow(gpus.current_stream(), 30)
-            handle = comm.all_reduce_async(array)
+            handle, other = comm.all_reduce_async(array), comm.all_reduce_async(filled(gpus, 1))
             start = time.monotonic()
             with pytest.raises(DeadlineExceededError, match=r"all_reduce.*1 s"):
                 handle.wait()
             with pytest.raises(RuntimeError, match="can't go on"):
                 comm.all_reduce(array)
+            # The abort has ended its kernel, too, without a result.
+            with pytest.raises(RuntimeError, match="can't go on"):
+                other.wait()
             return time.monotonic() - start
 
         seconds = local.run(2, one_rank)
         assert max(seconds) < 15
         assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+def test_an_abort_ends_the_waits_of_other_threads():
+    with simulated() as (gpus, _):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            if comm.rank == 1:
+                gpus.slow(gpus.current_stream(), 3)
+            handle = comm.all_reduce_async(filled(gpus, comm.rank))
+
+            def wait():
+                gpus.be_rank(transport.rank)
+                with pytest.raises(CollectiveError, match="an error of another call has ended it"):
+                    handle.wait()
+
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(wait)
+                end = time.monotonic() + 10
+                while not comm._devices._path._launches._waiting:
+                    assert time.monotonic() < end
+                comm._devices.give_up(RuntimeError("the test ends it"))
+                waiting.result(timeout=10)
+
+        local.run(2, one_rank)
 
 
 def test_what_nccl_reports_is_raised_by_wait_and_ends_the_communicator():
@@ -197,6 +228,50 @@ def test_closing_waits_for_what_runs_and_destroys_in_step():
 
         run(3, program, gpus=gpus, backend="nccl")
         assert [comm.ended for comm in nccl.comms] == ["destroyed"] * 3
+
+
+def test_closing_aborts_what_never_ends():
+    with simulated() as (gpus, nccl):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm.deadline = 0.4
+            launches = comm._devices._path._launches
+            if comm.rank == 1:
+                gpus.slow(gpus.current_stream(), 9)
+            comm.all_reduce(filled(gpus, comm.rank))
+            with pytest.raises(DeadlineExceededError, match="all_reduce"):
+                comm.close()
+            assert not launches._launched, "an aborted path holds arrays, which the watchdog sees"
+
+        local.run(2, one_rank)
+        assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+def test_arrays_are_kept_where_nccl_is_not_aborted():
+    """A graph uses the communicator: its kernels may write on."""
+    with simulated() as (gpus, nccl):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            launches = comm._devices._path._launches
+            stream = gpus.new_stream()
+            with gpus.on(stream):
+                array = filled(gpus, comm.rank)
+                comm.all_reduce(array, out=array)
+                stream.begin_capture()
+                comm.all_reduce(array, out=array)
+                stream.end_capture()
+                comm.all_reduce(array)
+                comm._devices.give_up(RuntimeError("the test ends it"))
+            assert launches._launched
+            assert launches in abandoned
+            abandoned.remove(launches)
+
+        local.run(2, one_rank)
+        assert not any(comm.ended for comm in nccl.comms)
 
 
 def test_a_rank_that_ends_with_an_exception_aborts():

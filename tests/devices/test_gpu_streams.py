@@ -1,5 +1,6 @@
 """The order of streams, handles, and arrays on different devices than the others'."""
 
+import gc
 import time
 from contextlib import suppress
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 from collectives import MismatchError, OpMismatchError
 from collectives.arrays.kinds import copied
 from collectives.bound import calls as bound_calls
+from collectives.execution import executor
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, same
 from tests.devices.simulated_arrays import Foreign, memory_at, plain
@@ -399,8 +401,10 @@ def test_a_graph_captures_what_nccl_does_by_itself():
                 comm.all_reduce(array, out=out, algorithm="ring")
             graphs = [stream.end_capture()]
             stream.begin_capture()
-            comm.all_reduce_async(array, out=out)
+            handle = comm.all_reduce_async(array, out=out)
             graphs.append(stream.end_capture())
+            assert handle.done()
+            assert handle.wait() is out
             for graph in graphs:
                 for number in range(3):
                     array[...] = cuda.from_host(np.full(3, number + comm.rank, np.float32))
@@ -426,6 +430,40 @@ def test_an_asynchronous_call_beside_a_capture_is_no_part_of_it():
         first.end_capture()
         handle.wait()
         same(out, np.full(3, 1.5, np.float32))
+
+    run(2, program, backend="nccl")
+
+
+def test_a_schedule_that_is_dropped_leaves_its_memory_to_calls_after_it(monkeypatch):
+    """Its memory was first used on another stream than that of the last call."""
+    monkeypatch.setattr(executor, "_PLANS_KEPT", 1)
+
+    def program(comm, cuda):
+        first, second = cuda.new_stream(), cuda.new_stream()
+
+        def made(count):
+            return cuda.from_host(np.full(count, comm.rank + 1, np.float32))
+
+        def reduce(array):
+            comm.all_reduce(array, out=array, algorithm="ring")
+
+        with cuda.on(first):
+            reduce(made(64))
+            first.synchronize()
+        with cuda.on(second):
+            array, other = made(64), made(6)
+            cuda.slow(second, 0.5)
+            reduce(array)
+            reduce(other)
+        gc.collect()
+        with cuda.on(first):
+            # They take the memory, if it is free.
+            new = [cuda.from_host(np.full(32, -7, np.float32)) for _ in range(3)]
+            second.synchronize()
+            for each in new:
+                same(each, np.full(32, -7, np.float32))
+        with cuda.on(second):
+            same(array, np.full(64, 3, np.float32))
 
     run(2, program, backend="nccl")
 

@@ -260,3 +260,16 @@ def test_the_short_ways_of_movements_and_of_reduce_scatter():
             each = {"broadcast": 4, "reduce": 16, "reduce_scatter": 9}
             each |= {"all_gather": 4, "group_start": 4}
             assert {name: names.count(name) for name in each} == each
+
+
+def test_a_schedule_of_what_no_kernel_folds_is_refused_before_it_begins():
+    def program(comm, cuda):
+        eights = cuda.from_host(np.ones(4, ml_dtypes.float8_e5m2))
+        with pytest.raises(TypeError, match="float8_e5m2"):
+            comm.all_reduce(eights, algorithm="ring")
+        same(
+            comm.all_reduce(cuda.from_host(np.full(4, comm.rank + 1, np.float32))),
+            np.full(4, 3, np.float32),
+        )
+
+    run(2, program, backend="nccl")
