@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -189,7 +189,15 @@ def _join(stacked: jax.Array, axis: int) -> jax.Array:
     return jnp.concatenate(list(stacked), axis)
 
 
+def _name_of(function: Any) -> str:
+    """The same on all ranks, unlike addresses."""
+    while isinstance(function, partial):
+        function = function.func
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name
+
+
 def _described(what: Any, structure: Any, kinds: Sequence[Any]) -> str:
-    name = what if isinstance(what, str) else f"run {getattr(what, '__qualname__', what)}"
+    name = what if isinstance(what, str) else f"run {_name_of(what)}"
     texts = ", ".join(each.str_short() for each in kinds)
     return f"TPUStrategy.{name} of {texts} in {structure}"

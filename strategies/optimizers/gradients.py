@@ -104,9 +104,11 @@ def _fitted(gradient: Any, variable: Variable, position: int) -> Gradient:
     """The gradient in the variable's dtype."""
     dtype, shape = variable.dtype, variable.shape
     gpu = variable.storage.on_gpu
-    given = getattr(getattr(gradient, "values", gradient), "dtype", None)
+    numbers = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    given = getattr(numbers, "dtype", None)
     kind = getattr(given, "kind", "")
-    if kind in _UNFIT or (kind == "c" and dtype.kind != "c"):
+    is_complex = kind == "c" or getattr(given, "is_complex", False)  # torch's, TensorFlow's
+    if kind in _UNFIT or (is_complex and dtype.kind != "c"):
         raise TypeError(
             f"the gradient at position {position} is of {given}, and {variable} of {dtype}"
         )

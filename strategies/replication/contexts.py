@@ -81,7 +81,8 @@ class ReplicaContext:
             return self._all_reduce(as_reduce_op(reduce_op), value, options)
 
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
-        strategy, leaves = self.strategy, _contents(value)
+        strategy, value = self.strategy, values.local(value)
+        leaves = _contents(value)
         self._compare("all_reduce", value, leaves, options)
         with strategy.deadline(options):
             folded = map_apart(
@@ -110,6 +111,7 @@ class ReplicaContext:
         """
         self._require_in_force("all_gather")
         with PropagatedErrors(self.strategy.communicator, "all_gather"):
+            value = values.local(value)
             leaves = _contents(value)
             refuse_slices(leaves, "all_gather")
             if any(np.ndim(leaf) == 0 for leaf in leaves):
@@ -152,8 +154,8 @@ class ReplicaContext:
 
 
 def _contents(value: Any) -> list[Any]:
-    """The leaves of a nest; of variables and containers this replica's values."""
-    return [values.content(values.local(leaf)) for leaf in nest.leaves(value)]
+    """The leaves of a nest, of variables this replica's values."""
+    return list(map(values.content, nest.leaves(value)))
 
 
 @contextmanager

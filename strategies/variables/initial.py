@@ -19,7 +19,7 @@ def as_initial(initial_value: Any, dtype: Any) -> Array:
     otherwise NumPy's. (Of a list of NumPy's scalars TensorFlow takes the first one's, into which
     the others may not fit.) An array on a GPU is copied there. Raises TypeError where fractions or
     imaginary parts would be lost, ValueError for numbers after a bool, OverflowError for an integer
-    of Python that the dtype can't hold.
+    that the dtype can't hold.
     """
     value = initial_value() if callable(initial_value) else initial_value
     if on_gpu(value):
@@ -29,7 +29,7 @@ def as_initial(initial_value: Any, dtype: Any) -> Array:
         wanted = np.dtype(_OF_PYTHON.get(dtype) or getattr(dtype, "as_numpy_dtype", dtype))
     else:
         wanted = _small(value, array) if _of_python(value) else array.dtype
-    _check_fits(array.dtype, wanted)
+    check_held("initial_value", array, wanted, wanted)
     given = np.array(value, wanted) if _of_python(value) else array
     return given.astype(wanted.newbyteorder("="), copy=False)
 
@@ -37,13 +37,8 @@ def as_initial(initial_value: Any, dtype: Any) -> Array:
 def _on_gpu(value: Any, dtype: Any) -> Array:
     given = as_array(value, "initial_value", gpu=True)
     wanted = given.dtype if dtype is None else np.dtype(_OF_PYTHON.get(dtype) or dtype)
-    _check_fits(given.dtype, wanted)
+    check_held("initial_value", given, wanted, wanted)
     return cast(given.copy(), wanted)
-
-
-def _check_fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    if not fits(given, wanted):
-        raise TypeError(f"initial_value has dtype {given}, not {wanted}: convert it first")
 
 
 def _of_python(value: Any) -> bool:
@@ -73,8 +68,16 @@ def _first(value: Any) -> type:
     return type(value)
 
 
-def fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether numbers of one dtype become another's without losing fractions or imaginary parts."""
-    if given.kind == "c":
-        return wanted.kind == "c"
-    return given.kind in "biu" or wanted.kind not in "biu"
+def check_held(name: str, given: Array, wanted: np.dtype[Any], holder: object) -> None:
+    """TypeError where a dtype loses fractions or imaginary parts, OverflowError for integers."""
+    kinds = given.dtype.kind, wanted.kind
+    if (kinds[0] == "c" and kinds[1] != "c") or (kinds[0] not in "biu" and kinds[1] in "biu"):
+        raise TypeError(
+            f"{name} has dtype {given.dtype}, which {holder} can't hold: convert it first"
+        )
+    if kinds[0] not in "iu" or kinds[1] not in "iu" or np.can_cast(given.dtype, wanted):
+        return
+    limits = np.iinfo(wanted)
+    for each in (given.min(), given.max()) if given.size else ():
+        if not limits.min <= int(each) <= limits.max:
+            raise OverflowError(f"{name} has {int(each)}, which {holder} can't hold")

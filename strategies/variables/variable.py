@@ -24,7 +24,7 @@ from strategies.variables.aggregation import (
     VariableAggregation,
     VariableSynchronization,
 )
-from strategies.variables.initial import as_initial, fits
+from strategies.variables.initial import as_initial, check_held
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -141,15 +141,12 @@ class Variable(Replicated, NDArrayOperatorsMixin):
     def _checked(self, value: Any, method: str) -> Array:
         with self._propagating(method):
             gpu = self.storage.on_gpu
-            self._check_dtype(as_array(value, "value", gpu=gpu and on_gpu(value)).dtype)
+            given = as_array(value, "value", gpu=gpu and on_gpu(value))
+            check_held("value", given, self.dtype, self)
             array = as_array(value, "value", self.dtype, gpu=gpu)
             if array.shape != self.shape:
                 raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
             return array
-
-    def _check_dtype(self, given: np.dtype[Any]) -> None:
-        if not fits(given, self.dtype):
-            raise TypeError(f"value has dtype {given}, which {self} can't hold: convert it first")
 
     def sparse_read(self, indices: Any) -> Array:
         """Copies of rows, an array of shape (*indices.shape, *row shape).
@@ -208,7 +205,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         with self._propagating(method):
             if not isinstance(slices, IndexedSlices):
                 raise TypeError(f"sparse_delta is a {type(slices).__name__}: must be IndexedSlices")
-            self._check_dtype(slices.values.dtype)
+            check_held("value", slices.values, self.dtype, self)
             fitted = slices.fitted(self.shape, self.dtype, self)
         given = self._to_scatter(fitted, method)
         self.storage.change(change, given.indices, given.values)

@@ -86,6 +86,12 @@ def test_tensors_that_are_read_keep_their_storages_resizable(torch):
     indices.untyped_storage().resize_(0)
 
 
+def test_complex_gradients_of_real_variables_are_refused(torch):
+    gradient = torch.tensor([1 + 2j])
+    with pytest.raises(TypeError, match=r"is of torch.complex64, and <Variable float32\[1\]>"):
+        optimizers.SGD(1.0).apply_gradients([(gradient, Variable([0.0]))])
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("call", CALLS)

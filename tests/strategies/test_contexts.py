@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from strategies import (
+    PerReplica,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 CROSS_REPLICA = r"Strategy\.\w+(\(\))? requires a cross-replica context.*inside `run`"
@@ -193,6 +199,18 @@ def test_the_default_strategy_inside_run(one):
     default = get_strategy()
     one.run(lambda: refusal(RuntimeError, CROSS_REPLICA, default.reduce, "sum", [1], 0))
     one.run(lambda: refusal(RuntimeError, "Must not nest", default.scope))
+
+
+def test_a_replica_reduces_and_gathers_nests_of_containers(one):
+    value = PerReplica([(np.ones(2), {"a": np.ones((3, 1))})])
+
+    def program():
+        context = get_replica_context()
+        return context.all_reduce("sum", value), context.all_gather(value, axis=0)
+
+    for pair, named in one.run(program):
+        np.testing.assert_array_equal(pair, np.ones(2))
+        np.testing.assert_array_equal(named["a"], np.ones((3, 1)))
 
 
 def test_a_merge_call_is_cross_replica(one):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from collectives import DtypeMismatchError
-from strategies import ShardedVariable, Variable
+from strategies import IndexedSlices, ShardedVariable, Variable
 from tests.strategies.support import refusal, same_refusal
 
 CHOSEN = [
@@ -81,7 +81,10 @@ def test_what_a_dtype_would_lose_is_refused():
             TypeError, "initial_value has dtype .*: convert it first", Variable, value, dtype=dtype
         )
     for value, dtype in ((-1, np.uint8), (300, np.uint8), ([1, 1 << 40], np.int32)):
-        refusal(OverflowError, "out of bounds", Variable, value, dtype=dtype)
+        refusal(OverflowError, "initial_value has .*can't hold", Variable, value, dtype=dtype)
+        refusal(OverflowError, "value has .*can't hold", Variable(0, dtype=dtype).assign, value)
+    slices = IndexedSlices(np.array([1 << 40]), [0])
+    refusal(OverflowError, "value has .*can't hold", Variable([0]).scatter_add, slices)
     refusal(TypeError, "not understood", Variable, 1, dtype="nonsense")
     for value in ([True, 1], ([True], [1.0])):
         refusal(ValueError, "initial_value has numbers after a bool", Variable, value)

@@ -10,6 +10,7 @@ from typing import Any
 from collectives.arrays.tensors import from_torch
 from strategies.core.values import Array
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
+from strategies.torch.lifetime import Lifetime
 from strategies.torch.steps import step_hooks
 
 log = logging.getLogger("strategies")
@@ -23,7 +24,7 @@ class AveragedModules:
     def __init__(self, averaging: Averaging, end_step: Callable[[], None]) -> None:
         """`end_step` is called after each step."""
         self._averaging, self.end_step = averaging, end_step
-        self._known: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
+        self._known: list[_Module] = []
         self._warned = False
 
     def add(self, model: Any, optimizers: Sequence[Any]) -> None:
@@ -36,23 +37,27 @@ class AveragedModules:
         parameters = {id(each) for each in model.parameters() if each.requires_grad}
         earlier: list[_Member] = []
         replaced = [
-            other
-            for other, known in self._known.items()
-            if other is model or known.has_any(parameters)
+            known for known in self._known if known.model() is model or known.has_any(parameters)
         ]
-        for other in replaced:
-            earlier += self._known[other].members("" if other is model else f"{id(other)}/")
+        for known in replaced:
+            earlier += known.members("" if known.model() is model else f"{id(known)}/")
         kept = {id(parameter): value for _, parameter, value in earlier}
         module = _Module(model, optimizers, self, kept)
         # Only where nothing is refused.
-        for other in replaced:
-            self._known.pop(other).release()
-        self._known[model] = module
+        for known in replaced:
+            self.forget(known)
+        self._known.append(module)
         before, now = {id(value) for _, _, value in earlier}, set(map(id, module.values))
         added = [each for each in module.members() if id(each[2]) not in before]
         self._replace([each for each in earlier if id(each[2]) not in now], added)
         for _, _, value in added:
             self._averaging.add(value)
+
+    def forget(self, module: _Module) -> None:
+        """Neither average the module's parameters nor follow its optimizers any more."""
+        if module in self._known:
+            self._known.remove(module)
+        module.release()
 
     def _replace(self, earlier: list[_Member], added: list[_Member]) -> None:
         """Earlier values pass their numbers on, to those of the same parameters or names."""
@@ -71,7 +76,7 @@ class AveragedModules:
     def settle(self, parameters: Iterable[Any]) -> None:
         """The replicas have set these parameters, of one or several modules, to equal values."""
         restored = {id(each) for each in parameters}
-        for module in self._known.values():
+        for module in list(self._known):
             module.settle(restored)
 
     def begin_step(self, module: _Module) -> None:
@@ -85,10 +90,11 @@ class AveragedModules:
         RuntimeError where a model has another parameter in place of one. Outer slots are numbered
         by the models' parameters, whichever are trained first.
         """
-        for model, module in self._known.items():
-            module.check_replaced(model)
+        known = list(self._known)
+        for module in known:
+            module.check_replaced()
             self._averaging.number(module.values)
-        for module in self._known.values() if not self._warned else ():
+        for module in known if not self._warned else ():
             if names := module.changed_by_others():
                 self._warned = True
                 log.warning(
@@ -100,7 +106,7 @@ class AveragedModules:
 
     def end_averaging(self) -> None:
         """After an averaging."""
-        for module in self._known.values():
+        for module in list(self._known):
             module.note_versions()
 
 
@@ -115,7 +121,8 @@ class _Module:
         kept: Mapping[int, ReplicaStorage],
     ) -> None:
         """`kept`: the values of earlier modules, by the identities of their parameters."""
-        # Without the module itself, which is a weak key.
+        self.model = weakref.ref(model)
+        """The model may be a container that the program drops: the parameters are trained on."""
         self._parameters = [
             (name, each) for name, each in model.named_parameters() if _may_be_trained(each)
         ]
@@ -130,6 +137,7 @@ class _Module:
             self._hooks += step_hooks(
                 optimizer, lambda *_: modules.begin_step(self), lambda *_: modules.end_step()
             )
+        self._lifetime = Lifetime(model, optimizers, lambda: modules.forget(self))
 
     def note_versions(self) -> None:
         """Note how often torch has changed each parameter."""
@@ -157,9 +165,10 @@ class _Module:
                     f"{name} has other memory than in distribute: call distribute again"
                 )
 
-    def check_replaced(self, model: Any) -> None:
+    def check_replaced(self) -> None:
         """RuntimeError where the model has another parameter of a name, as after an assignment."""
-        now = dict(model.named_parameters())
+        model = self.model()
+        now = {} if model is None else dict(model.named_parameters())
         for name, each in self._parameters:
             if now.get(name, each) is not each:
                 raise RuntimeError(f"{name} was replaced since distribute: call distribute again")
@@ -183,6 +192,7 @@ class _Module:
 
     def release(self) -> None:
         """Remove the hooks."""
+        self._lifetime.close()
         for hook in self._hooks:
             hook.remove()
 

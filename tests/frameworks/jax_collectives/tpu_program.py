@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -193,8 +194,9 @@ def test_many_steps(resolver):
         return np.full(3, context.replica_id_in_sync_group, "float32")
 
     rows = strategy.experimental_distribute_values_from_function(replica_number)
+    stepping = partial(step)  # its `repr` has an address, another one on each rank
     for _ in range(500):
-        rows = strategy.run(step, (rows,))
+        rows = strategy.run(stepping, (rows,))
     for row in strategy.experimental_local_results(rows):
         np.testing.assert_array_equal(row, np.full(3, (DEVICES - 1) / 2 + 500))
 

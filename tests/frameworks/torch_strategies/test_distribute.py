@@ -189,7 +189,9 @@ def test_local_sgd_averages_parameters(torch, comm, outer):
     whole = batches(torch, comm.size)
     model = network(torch, seed=1 + comm.rank)
     optimizer = of_base(torch, torch.optim.Adam)(model.parameters(), 0.05)
-    # Replaced by the second call, so that no step counts twice.
+    # Replaced by the later calls, so that no step counts twice.
+    strategy.distribute(torch.nn.Sequential(model), optimizer)
+    gc.collect()  # the container is gone
     wrapped = torch.nn.Sequential(model)
     strategy.distribute(wrapped, optimizer)
     strategy.distribute(model, optimizer)
@@ -218,6 +220,9 @@ def test_local_sgd_averages_parameters(torch, comm, outer):
                 replica.load_state_dict(agreed.state_dict())
     if outer or comm.size > 1:
         check(torch, model, agreed)
+    del wrapped, model, optimizer
+    gc.collect()
+    assert len(strategy._modules) == 0
 
 
 def test_local_sgd_of_layers_that_are_trained_later(torch, comm, caplog):
