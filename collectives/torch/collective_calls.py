@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from collectives.arrays.kinds import like, to_array
@@ -124,10 +125,11 @@ class CollectiveCalls:
             whole = tensor.new_empty(sum(lengths))
             joined = self._array(whole)
             self.comm.all_gather(flat, out=joined)
-            if lengths[self.comm.rank] != len(flat):
+            sent = self.comm.all_gather(np.array([len(flat)])).tolist()
+            if sent != lengths:
                 raise ShapeMismatchError(
-                    f"all_gather: this rank sent {len(flat)} elements: its output tensor holds"
-                    f" {lengths[self.comm.rank]}"
+                    f"all_gather: the ranks sent {sent} elements: this rank's output tensors hold"
+                    f" {lengths}"
                 )
             self._deal(parts_by_rank(joined, lengths), parts)
 
@@ -135,7 +137,14 @@ class CollectiveCalls:
         """Gather the ranks' inputs[i], one after the other, in outputs[i]."""
         for output, tensor in zip(outputs, inputs, strict=True):
             whole = output.detach().contiguous()
-            self.comm.all_gather(self._flat(tensor), out=self._flat(whole))
+            flat, parts, size = self._flat(tensor), self._flat(whole), self.comm.size
+            if len(parts) != size * len(flat):
+                self._refuse(
+                    f"all_gather: the input has {len(flat)} elements and the output {len(parts)}:"
+                    f" must be {size} times as many"
+                )
+            # As rows, whose lengths the ranks compare.
+            self.comm.all_gather(flat.reshape(1, -1), out=parts.reshape(size, -1))
             if not output.is_contiguous():
                 output.detach().copy_(whole)
 
@@ -171,6 +180,8 @@ class CollectiveCalls:
                 f"reduce_scatter: the input has {flat.numel()} elements and the output"
                 f" {output.numel()}: must be {self.comm.size} times as many"
             )
+        if flat.dtype != output.dtype:
+            self._refuse(f"reduce_scatter: the input is of {flat.dtype}, the output {output.dtype}")
         found = self._reduction(flat, op)
         array = self._array(found.tensor)
         if found.finish is None and output.is_contiguous():
@@ -211,6 +222,7 @@ class CollectiveCalls:
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         """Send inputs[r] to rank r, and receive outputs[r] from it."""
         self._check_count("all_to_all", outputs, "output")
+        self._check_count("all_to_all", inputs, "input")
         received = self.comm.all_to_all([self._flat(tensor) for tensor in inputs])
         self._deal(received, outputs)
 

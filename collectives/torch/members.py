@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -60,14 +61,16 @@ class Members:
 
     def end(self) -> None:
         """Announce that this member makes no call any more."""
-        self._store.set(self._key(f"ended by {self._rank}"), "")
+        with suppress(RuntimeError):  # of a store whose server has ended: nobody can read it then
+            self._store.set(self._key(f"ended by {self._rank}"), "")
 
     def begin_closing(self) -> None:
         """Announce that this member closes the group. A second call does nothing."""
         if not self._closes:
             self._closes = True
             # In this order: who finds that all have ended finds how many close it, too.
-            self._store.add(self._key(_CLOSING), 1)
+            with suppress(RuntimeError):
+                self._store.add(self._key(_CLOSING), 1)
             self.end()
 
     def have_ended(self, rank: int | None) -> bool:
@@ -87,6 +90,13 @@ class Members:
         The whole wait is made once for groups that are closed one after the other, and none where
         the others' programs have ended.
         """
+        try:
+            return self._await_closing(seconds)
+        except RuntimeError:
+            # The rank that serves the store has ended, and so keeps the group.
+            return False
+
+    def _await_closing(self, seconds: float) -> bool:
         began = time.monotonic()
         limit = began + (_SHORTEST_WAIT if began < Members._gave_up + _PAUSE_SECONDS else seconds)
         while True:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from collectives.torch.untraced import untraced
 
 
@@ -32,6 +34,10 @@ class Names:
     def getGroupDesc(self) -> str:  # noqa: N802
         """The group's description."""
         return self._description
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu")]
 
     def _get_backend(self, device: Any) -> Any:
         """The group itself: it has one backend."""

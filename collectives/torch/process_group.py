@@ -255,12 +255,6 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return AllWorks(works)
 
-    # What torch reads and sets.
-
-    @property
-    def _device_types(self) -> list[Any]:
-        return [torch.device("cpu")]
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of calls from now on. ValueError unless it is positive."""
         self._comm.deadline = self._messages.deadline = timeout.total_seconds()
@@ -297,4 +291,12 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
             self._comm.close()
             self._messages.close()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """As `shutdown`, but the deadline of pending calls without one of their own is over."""
+        before = self._messages.deadline
+        self.set_timeout(timedelta(milliseconds=1))
+        try:
+            self._make_pending()
+        finally:
+            self._comm.deadline = self._messages.deadline = before
+        self.shutdown()

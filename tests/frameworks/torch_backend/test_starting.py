@@ -94,6 +94,45 @@ def test_a_rank_that_destroys_its_group_late_does_not_wait_for_the_others(launch
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_group_is_destroyed_after_the_store_of_rank_0(launch):
+    """As a rank does that evaluates longer; `abort` ends a pending call, and closes a group."""
+    program = (
+        "import gc, os, socket, time, collectives, torch, torch.distributed as dist\n"
+        "from collectives.torch import process_group\n"
+        "from collectives.torch.members import Members\n"
+        "comm = collectives.world()\n"
+        "with socket.create_server(('127.0.0.1', 0)) as server:\n"
+        "    port = comm.broadcast_object(server.getsockname()[1])\n"
+        "os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size))\n"
+        "os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))\n"
+        "dist.init_process_group('collectives')\n"
+        "group, all_close = dist.new_group(), Members.all_close\n"
+        "def late(*arguments):\n"
+        "    closes = all_close(*arguments)\n"
+        "    time.sleep(0.1 * comm.rank)\n"
+        "    return closes\n"
+        "Members.all_close = late\n"
+        "process_group._SHUTDOWN_SECONDS = 20.0\n"
+        "group.abort()\n"
+        "assert group._comm.closed\n"
+        "Members.all_close, process_group._SHUTDOWN_SECONDS = all_close, 0.2\n"
+        "if comm.rank:\n"
+        "    comm.barrier()\n"
+        "    dist.destroy_process_group()\n"
+        "else:\n"
+        "    work = dist.all_reduce(torch.ones(2), async_op=True)\n"
+        "    start = time.monotonic()\n"
+        "    dist.distributed_c10d._abort_process_group()\n"
+        "    assert time.monotonic() - start < 20\n"
+        "    assert 'deadline' in str(work.exception())\n"
+        "    del work\n"
+        "    gc.collect()\n"
+        "    comm.barrier()\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=100)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_mpi_for_a_single_thread_is_refused():
     program = (
         "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n"
