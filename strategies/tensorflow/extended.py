@@ -55,7 +55,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         """The numbers of the variables of an optimizer's steps that the ranks have compared."""
         self._default_device = self._input_device
         self.experimental_enable_get_next_as_optional = self._in_multi_worker_mode()
-        self._retrace_functions_for_each_device = False
+        # A function that is traced in `run` reduces, one that is traced outside does not.
+        self._retrace_functions_for_each_device = True
 
     # Contexts.
 

@@ -99,8 +99,6 @@ class ServedExtended(CollectiveExtended):
     def __init__(self, strategy: Any, arrays: Any, device: str) -> None:
         super().__init__(strategy, arrays, device)
         self.exchange = Exchange(arrays, self.operations)
-        # A function that is traced in a step doesn't pull, one that is traced outside does.
-        self._retrace_functions_for_each_device = True
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.exchange.step():

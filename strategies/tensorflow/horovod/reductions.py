@@ -103,12 +103,15 @@ def reduce_all(
         raise NotImplementedError(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
-    floats = all(each.dtype.is_floating for each in plain)
-    if op is ReduceOp.MEAN and floats and compression.wire_dtype is not None:
-        # Before they are compressed, since their sum might overflow.
-        plain, op_of_plain = [_divided(each, comm.size) for each in plain], ReduceOp.SUM
-    else:
-        op_of_plain = op
+    floats = [each.dtype.is_floating for each in plain]
+    op_of_plain = op
+    if op is ReduceOp.MEAN and any(floats) and compression.wire_dtype is not None:
+        # Floats before they are compressed, since their sum might overflow; integers after it.
+        op_of_plain = ReduceOp.SUM
+        plain = [
+            _divided_if(is_float, each, comm.size)
+            for is_float, each in zip(floats, plain, strict=True)
+        ]
     factors = prescale_factor, postscale_factor
     # What the reduced tensors don't show.
     if op_of_plain is not op:
@@ -122,6 +125,11 @@ def reduce_all(
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
     reduced = _reduced(comm, given, op_of_plain, what)
+    if op_of_plain is not op:
+        reduced = [
+            _divided_if(not is_float, each, comm.size)
+            for is_float, each in zip(floats, reduced, strict=True)
+        ]
     results = iter(
         _scaled(compression.decompress(each, kept), postscale_factor)
         for each, (_, kept) in zip(reduced, pairs, strict=True)
@@ -134,6 +142,10 @@ def _divided(tensor: Any, count: int) -> Any:
     """In the same dtype; integers are rounded towards zero."""
     wide = tf.float64 if tensor.dtype.is_integer else tensor.dtype
     return tf.cast(tf.cast(tensor, wide) / tf.cast(count, wide), tensor.dtype)
+
+
+def _divided_if(divides: bool, tensor: Any, count: int) -> Any:
+    return _divided(tensor, count) if divides else tensor
 
 
 def _reduced(

@@ -27,6 +27,10 @@ def test_reductions(tf, hvd, comm, compiled):
             "product": hvd.allreduce(x, op=hvd.Product),
             "scaled": hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
             "compressed": hvd.allreduce(x, compression=hvd.Compression.fp16),
+            "large, with integers": hvd.grouped_allreduce(
+                [5e4 + 4e3 * comm.rank + x, tf.constant([7 * comm.rank])],
+                compression=hvd.Compression.fp16,
+            ),
             "large": hvd.allreduce(5e4 + 4e3 * comm.rank + x, compression=hvd.Compression.fp16),
             "compressed, whole": hvd.allreduce(whole, compression=hvd.Compression.fp16),
             "whole": hvd.allreduce(whole),
@@ -50,6 +54,10 @@ def test_reductions(tf, hvd, comm, compiled):
         "product": every.prod(0),
         "scaled": 1.5 * sums,
         "compressed": mean,
+        "large, with integers": [
+            5e4 + 2e3 * (size - 1) + mean,
+            np.trunc([7 * (size - 1) / 2]),
+        ],
         "large": 5e4 + 2e3 * (size - 1) + mean,
         "compressed, whole": np.trunc(mean),
         "whole": np.trunc(mean),

@@ -197,6 +197,25 @@ def test_an_assignment_in_run_follows_the_aggregation(tf, strategy, comm, call):
         tf.Variable(1, aggregation=modes.MEAN)
 
 
+@pytest.mark.parametrize("outside_first", [True, False])
+def test_a_function_is_traced_in_run_and_outside_of_it(tf, strategy, comm, outside_first):
+    """A trace of the one reduces, one of the other does not."""
+    with strategy.scope():
+        variable = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    @tf.function
+    def add(addend):
+        variable.assign_add(addend)
+
+    calls = [
+        lambda: add(tf.constant(10.0)),
+        lambda: strategy.run(add, args=(tf.constant(comm.rank + 1.0),)),
+    ]
+    for call in calls if outside_first else reversed(calls):
+        call()
+    assert float(variable) == 10 + sum(range(1, comm.size + 1))
+
+
 def test_variables_aggregated_when_read(tf, strategy, comm, call):
     modes = tf.VariableAggregation
     with strategy.scope():
