@@ -232,7 +232,8 @@ class PreemptionCheckpointHandler:
     def close(self) -> None:
         """Handle the signals as before."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: one that was installed before Python started.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
     def __enter__(self) -> PreemptionCheckpointHandler:

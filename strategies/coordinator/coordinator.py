@@ -30,13 +30,15 @@ class ClusterCoordinator:
 
     Raises ValueError for another strategy, for one whose cluster has no chief or no worker, and for
     one with a staleness, which counts the steps of workers that take them on their own;
-    RuntimeError on a rank that is not the chief.
+    RuntimeError on a rank that is not the chief, and after `strategy.shutdown()`.
     """
 
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
         """The strategy's coordinator, which is made where it has none."""
         link = _link_of(strategy)
         if link.coordinator is None:
+            if link.ended:
+                raise RuntimeError("the chief has called shutdown: make the coordinator before it")
             coordinator = link.coordinator = super().__new__(cls)
             coordinator._begin(strategy, link)
         return cast("ClusterCoordinator", link.coordinator)

@@ -52,7 +52,8 @@ class Link:
         self.make_references = make_references
         self.coordinator: Any = None
         """The chief's `ClusterCoordinator`, if there is one: it ends the workers' service."""
-        self._ended = False
+        self.ended = False
+        """Whether the chief has ended the workers' service."""
         if self.is_chief:
             atexit.register(self.end)
 
@@ -66,9 +67,9 @@ class Link:
         atexit.unregister(self.end)
         if self.coordinator is not None:
             self.coordinator.end()
-        elif not self._ended:
+        elif not self.ended:
             endpoint = Endpoint(self.box, lambda call: None)
             for worker in self.workers:
                 with suppress(RankFailedError):
                     endpoint.notify(worker, End())
-        self._ended = True
+        self.ended = True

@@ -102,7 +102,7 @@ class DatasetWorker:
         self._together = DistributedDataset(strategy.communicator, self._next_epoch)
 
     def _join(self, membership: Membership, credits: int) -> None:
-        training = membership.ranks_of("chief", "worker")
+        self._training = training = membership.ranks_of("chief", "worker")
         self._servers = membership.ranks_of("data")
         if not training:
             raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
@@ -175,6 +175,8 @@ class DatasetWorker:
         """
         if self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")
+        if self._servers and self._ranks.rank not in self._training:
+            raise RuntimeError(f"rank {self._ranks.rank} doesn't train: it gets no batches")
         if self._agreed:
             return iter(self._together)
         if self._joint:

@@ -109,6 +109,9 @@ class Estimator:
         count = steps if max_steps is None else max(max_steps - first, 0)
         if count == 0:
             return self
+        if path is None:
+            # A training that has failed before its first checkpoint may have changed it.
+            self._models.pop((ModeKeys.TRAIN, True), None)
         restored = self._model_of(ModeKeys.TRAIN, strategy)
         manager = tf.train.CheckpointManager(
             restored.checkpoint,
@@ -120,13 +123,13 @@ class Estimator:
         end = None if count is None else first + count
         saving = kind(manager, first, end, every, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
-        together = None if self._asynchronous else strategy
+        restores = Restoration(restored, path, strategy, chief_alone=self._asynchronous)
         restored.model.fit(
             data,
             steps_per_epoch=count,
             verbose=0,
             shuffle=False,
-            callbacks=[Restoration(restored, path, together), saving],
+            callbacks=[restores, saving],
         )
         saving.finish(strategy)
         return self
@@ -171,10 +174,14 @@ class Estimator:
         tuples, the first element is used.
         """
         refuse("predict", {"hooks": hooks}, "input_fn, checkpoint_path")
-        path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
+        return self._predict(input_fn, checkpoint_path)
+
+    def _predict(self, input_fn: InputFunction, path: str | None) -> Iterator[dict[str, Any]]:
+        # The latest checkpoint when the first row is requested: an older one may be deleted.
+        path = path or tf.train.latest_checkpoint(self.model_dir)
         restored = self._model_of(ModeKeys.PREDICT, None, restores=path is not None)
         data = self._dataset(input_fn, tf.distribute.InputContext(), ModeKeys.PREDICT)
-        return _rows(restored, path, data)
+        yield from _rows(restored, path, data)
 
     def latest_checkpoint(self) -> str | None:
         """The path of the last one in `model_dir`, as the chief finds it. Collective."""

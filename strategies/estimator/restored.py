@@ -63,17 +63,31 @@ class Restoration(keras.callbacks.Callback):
     """Restores a checkpoint when `fit` or `evaluate` has built the model."""
 
     def __init__(
-        self, restored: RestoredModel, path: str | None, strategy: Strategy | None
+        self,
+        restored: RestoredModel,
+        path: str | None,
+        strategy: Strategy,
+        *,
+        chief_alone: bool = False,
     ) -> None:
-        """`strategy` is that of ranks that restore together; None of a rank that does it alone."""
+        """`chief_alone`: where the variables are on servers.
+
+        It saves without waiting for the other workers, and so may delete a file that they read.
+        """
         super().__init__()
-        self._restored, self._path = restored, path
-        self._communicator = None if strategy is None else strategy.communicator
+        self._restored, self._path, self._strategy = restored, path, strategy
+        self._chief_alone = chief_alone
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore; an error of one rank is raised on all."""
-        with PropagatedErrors(self._communicator, "Estimator: restoring", self._path):
-            self._restored.restore(self._path)
+        if self._chief_alone:
+            self._strategy.chief_first(self._restore, f"Estimator: restoring {self._path}")
+            return
+        with PropagatedErrors(self._strategy.communicator, "Estimator: restoring", self._path):
+            self._restore()
+
+    def _restore(self) -> None:
+        self._restored.restore(self._path)
 
     on_test_begin = on_train_begin
 

@@ -7,6 +7,7 @@ equally often get the same order, however far they read ahead.
 
 from __future__ import annotations
 
+import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,6 +177,8 @@ class _Shuffled(Transformed):
             self.buffer_size = whole_number("buffer_size", self.buffer_size, 1)
         elif self.is_infinite:
             raise ValueError("buffer_size=None: must be a number, since the dataset has no end")
+        if self.seed is not None:
+            self.seed = operator.index(self.seed)  # NumPy's integers have an end
         self.is_shuffled = True
 
     def with_seed(self, seed: int, offset: int) -> _Shuffled:

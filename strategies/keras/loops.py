@@ -148,8 +148,8 @@ class LoopMethods:
         batch = None if data_batch is None else _with_a_row(data_batch)
         self._kind._symbolic_build(self._model, batches, batch)
         if not self._shared:
-            self._shared = True
             self._statistics.broadcast()
+            self._shared = True
 
     @contextmanager
     def _within_epoch(self) -> Iterator[None]:
@@ -175,10 +175,10 @@ class LoopMethods:
         given = self._agreed(name, args, kwargs)
         data = taken(given, *_DATA)
         if not self._batches:
-            self._batches = True
             refuse_different_settings(self._training, self._model, name)
             warn_of_different_batches(self._training, list(data.values()))
             self._use_chiefs_state(trains=True)
+            self._batches = True
         pieces = share_of(self._training).cut(tuple(data.values()))
         as_dictionary = given.pop("return_dict")
         given |= {**dict(zip(data, pieces, strict=True)), "return_dict": True}
@@ -244,8 +244,8 @@ class LoopMethods:
         if not all(layer.built for layer in self._model._flatten_layers()):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(pieces.peek())
             self._kind.predict_on_batch(self._model, row_of_zeros(x))
-        self._shared = True
         self._statistics.broadcast()
+        self._shared = True
 
     def _joined(self, rows: Any, lengths: list[int]) -> Any:
         """All ranks' rows in the order of the global batches."""

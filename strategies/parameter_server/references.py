@@ -6,6 +6,7 @@ as its present settings: its slots lie on the servers as well.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any, NamedTuple, cast
 
@@ -57,6 +58,7 @@ class ServedReferences(References):
         self._restored: dict[int, dict[str, Any]] = {}
         self._restores: Counter[int] = Counter()
         self._uses: list[Use] = []
+        self._applying = threading.Lock()
         self._sent: set[tuple[int, int]] = set()
 
     @property
@@ -87,9 +89,11 @@ class ServedReferences(References):
     def storage(self, info: VariableInfo) -> ServedStorage:
         """The storage of this value."""
         key = _key(info)
-        if key not in self._storages:
-            self._storages[key] = stored(self.client, info)
-        return self._storages[key]
+        found = self._storages.get(key)
+        if found is None:
+            # One object for each value, also where another thread has just made it.
+            found = self._storages.setdefault(key, stored(self.client, info))
+        return found
 
     # On the chief
 
@@ -117,10 +121,11 @@ class ServedReferences(References):
 
     def apply_uses(self) -> None:
         """Give the chief's optimizers slots for these values: checkpoints hold them."""
-        while self._uses:
-            use = self._uses.pop(0)
-            optimizer = self._optimizers[use.optimizer]
-            optimizer.slots_of(self.storage(use.value), optimizer.rule.slots)
+        with self._applying:
+            while self._uses:
+                use = self._uses.pop(0)
+                optimizer = self._optimizers[use.optimizer]
+                optimizer.slots_of(self.storage(use.value), optimizer.rule.slots)
 
     # On a worker
 

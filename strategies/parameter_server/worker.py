@@ -7,6 +7,7 @@ a collective: a worker that makes its third variable waits until the chief has m
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -62,6 +63,8 @@ class Worker:
         """Puts the chief's values of these parameters onto the servers; the others take them."""
         self._shards = count()
         self._announcements: Counter[str] = Counter()
+        self._acting: int | None = None
+        """The chief's thread that is within `chief_first`."""
         self._listens = True
 
     # Variables
@@ -137,7 +140,13 @@ class Worker:
     # Announcements
 
     def chief_first(self, action: Callable[[], Any], what: str = "") -> Any:
-        """The outcome of the chief's action, on all workers; MismatchError where `what` differs."""
+        """The outcome of the chief's action, on all workers; MismatchError where `what` differs.
+
+        What the action calls in turn is a part of it.
+        """
+        thread = threading.get_ident()
+        if self._acting == thread:
+            return action()
         if not self._is_chief:
             found = self._find_announced("action", what or "an action of the chief's")
             chiefs, outcome = found
@@ -149,7 +158,11 @@ class Worker:
             return outcome
 
         def act() -> tuple[str, Any]:
-            outcome = action()
+            self._acting = thread
+            try:
+                outcome = action()
+            finally:
+                self._acting = None
             # The other workers must read what it pushed.
             self.client.fence()
             return what, outcome

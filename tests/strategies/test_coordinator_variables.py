@@ -15,6 +15,7 @@ from strategies import (
 from strategies.coordinator import ClusterCoordinator
 from strategies.parameter_server import FixedShardsPartitioner, ShardedVariable
 from tests.strategies.parameter_servers import strategy_on
+from tests.strategies.support import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4, 5)]
 
@@ -358,6 +359,16 @@ def test_a_scheduled_function_neither_serves_nor_leaves(comm):
 
 def call_on_strategy(name):
     getattr(strategies.get_strategy(), name)()
+
+
+def test_no_coordinator_is_made_after_the_end(comm):
+    with strategy_on(comm, 1, chief=True) as strategy:
+        if strategy.is_chief:
+            strategy.shutdown()
+            refusal(RuntimeError, "the chief has called shutdown", ClusterCoordinator, strategy)
+        else:
+            strategy.serve()
+        strategy.link.box.close()
 
 
 def test_who_can_serve(comm):

@@ -14,6 +14,8 @@ import strategies
 from collectives import CollectiveMismatchError, Communicator, MismatchError
 from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
+from strategies.cluster.spec import ClusterSpec
+from strategies.cluster_resolver import SimpleClusterResolver
 from strategies.data_service.data_worker import DatasetWorker
 from strategies.input.batches import pack, unpack
 from tests.slow import slow
@@ -449,6 +451,24 @@ def test_a_serving_rank_can_not_iterate():
                 assert len(list(data)) == 1
 
     on_threads(2, body)
+
+
+def test_an_evaluator_can_not_iterate():
+    def body(comm):
+        job = ("worker", "data", "evaluator")[comm.rank]
+        cluster = ClusterSpec({"worker": ["a"], "data": ["b"], "evaluator": ["c"]})
+        resolver = SimpleClusterResolver(cluster, task_type=job, task_id=0)
+        strategy = MultiWorkerMirroredStrategy(resolver, communicator=comm)
+        data = DatasetWorker(strategy, lambda context: numbered(1), agreed=False)
+        if job == "evaluator":
+            refusal(RuntimeError, "rank 2 doesn't train: it gets no batches", iter, data)
+        elif job == "data":
+            assert data.serve() == 1
+        else:
+            assert len(list(data)) == 1
+        data.close()
+
+    on_threads(3, body)
 
 
 def test_an_iteration_ends_the_one_before():

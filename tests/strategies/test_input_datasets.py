@@ -128,7 +128,7 @@ def test_a_shuffle_shuffles():
     order = [int(row) for row in numbers(50).shuffle(seed=1)]
     assert order != sorted(order)
     assert order != [int(row) for row in numbers(50).shuffle(seed=2)]
-    assert order == [int(row) for row in numbers(50).shuffle(1000, seed=1)]
+    assert order == [int(row) for row in numbers(50).shuffle(1000, seed=np.int64(1))]
 
 
 def test_each_iteration_and_each_repeat_has_another_order():

@@ -576,6 +576,8 @@ def test_the_chief_acts_and_all_get_the_result(comm):
         number = number_of(strategy)
         acted = []
         first = strategy.chief_first(lambda: acted.append(number) or f"by {number}")
+        within = strategy.chief_first(lambda: strategy.chief_first(lambda: number + 7))
+        assert within == 7
 
         def fail():
             raise FileNotFoundError(f"nothing for {number}")

@@ -166,7 +166,10 @@ class _Module:
                 )
 
     def check_replaced(self) -> None:
-        """RuntimeError where the model has another parameter of a name, as after an assignment."""
+        """RuntimeError where the model has another parameter of a name, as after an assignment.
+
+        Of a container that the program has dropped, this can't be known.
+        """
         model = self.model()
         now = {} if model is None else dict(model.named_parameters())
         for name, each in self._parameters:

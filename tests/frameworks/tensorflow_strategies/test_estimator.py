@@ -1,11 +1,13 @@
 """`strategies.estimator`, as `tf.estimator` was, over Keras models."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 
 from collectives import MismatchError
+from tests.frameworks.tensorflow_strategies.served import run_workers
 
 pytestmark = [
     pytest.mark.mpi,
@@ -288,3 +290,67 @@ def test_an_evaluator_is_refused(tf, ds, estimator, comm, monkeypatch):
     if kind == "evaluator":
         with pytest.raises(ValueError, match="TF_CONFIG's task is evaluator"):
             estimator.train_and_evaluate(new, None, None)
+
+
+@pytest.mark.ranks(3)
+def test_a_late_worker_needs_no_file(tf, ds, estimator, comm, folder):
+    """The chief deletes what it has restored, once it has saved often enough."""
+    restored = folder / "model.ckpt-5.index"
+
+    def work(strategy):
+        number = strategy.cluster_resolver.task_id
+
+        def train(max_steps, late=False):
+            def input_fn():
+                end = time.monotonic() + 120
+                while late and number == 1 and restored.exists():
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+                return batches_of(tf, 0, 1).repeat()
+
+            config = estimator.RunConfig(
+                folder, train_distribute=strategy, save_checkpoints_steps=5, keep_checkpoint_max=1
+            )
+            model = estimator.Estimator(lambda: made(tf.keras), config=config)
+            model.train(input_fn, max_steps=max_steps)
+            return model.latest_checkpoint()
+
+        train(5)
+        assert restored.exists() or number == 1
+        return train(40, late=True)
+
+    latest = [each for each in run_workers(ds, comm, work) if each is not None]
+    assert len(latest) == 2
+    assert len(set(latest)) == 1
+    assert latest[0].rpartition("-")[2].isdecimal()
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of Keras, for unknown lengths
+def test_training_that_fails_leaves_nothing(tf, ds, estimator, comm, folder):
+    """Before its first checkpoint; rows are predicted from the one at their first request."""
+    strategy = ds.MirroredStrategy(communicator=comm)
+    config = estimator.RunConfig(folder, train_distribute=strategy, keep_checkpoint_max=1)
+    first = estimator.Estimator(lambda: made(tf.keras), config=config)
+
+    def data(fails=False):
+        def rows():
+            for number in range(4):
+                if fails and number == 2:
+                    raise LookupError("a row is missing")
+                yield arrays(1, 1)
+
+        signature = [tf.TensorSpec((None, each.shape[1]), each.dtype) for each in arrays(1, 1)]
+        return tf.data.Dataset.from_generator(rows, output_signature=tuple(signature))
+
+    with pytest.raises(Exception, match="a row is missing"):
+        first.train(lambda: data(fails=True), steps=4)
+    comm.barrier()
+    first.train(data, steps=1)
+    [after] = [each.model for each in first._models.values()]
+    expected = made(tf.keras)
+    expected.fit(data().take(1), verbose=0, shuffle=False)
+    for one, other in zip(after.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    rows = first.predict(data)
+    first.train(data, steps=1)
+    assert len(list(rows)) == 4 * ROWS
