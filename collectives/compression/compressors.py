@@ -140,7 +140,8 @@ class TopK(Compressor):
         self._places: list[tuple[int, int, int]] = []
         begin = 0
         for size in map(math.prod, shapes):
-            self._places.append((begin, begin + size, math.ceil(fraction * size)))
+            count = max(min(size, 1), math.ceil(round(fraction * size, 9)))
+            self._places.append((begin, begin + size, count))
             begin += size
         self._errors = self._next = np.zeros(begin, dtype)
         self._index = np.dtype(np.uint32 if begin < 1 << 32 else np.uint64)

@@ -11,8 +11,7 @@ pass a live buffer at that address.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,11 +20,12 @@ import numpy as np
 from collectives import algorithms
 from collectives.caching import LRU
 from collectives.execution.plan import Fold, Piece, Resolver
+from collectives.execution.rounds import BoundRound
 from collectives.reductions.reduction import Action, Array, ReduceOp
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
 from collectives.shm.online_tuning import PathTimes
-from collectives.transports.base import Actions, Messages, PointToPoint
+from collectives.transports.base import Actions, PointToPoint, abandoned
 from collectives.transports.parts import own_part
 
 _BINDINGS_KEPT = 8
@@ -59,25 +59,6 @@ class Memory(Protocol):
 
     def fold(self, op: ReduceOp, first: Any, second: Any, out: Any) -> Action:
         """An action that folds two arrays into `out`, which may be one of them."""
-
-
-@dataclass(frozen=True)
-class _BoundRound:
-    before: list[Action]
-    sends: Messages
-    receives: Messages
-    after: list[Action]
-
-    def in_segments(self, nbytes: int) -> Iterator[tuple[Messages, Messages]]:
-        """Parts of the messages, at most so many bytes of each. Both ends cut a message alike."""
-        longest = max(len(content) for _, content in (*self.sends, *self.receives))
-        for start in range(0, longest, nbytes):
-            yield _part(self.sends, start, nbytes), _part(self.receives, start, nbytes)
-
-
-def _part(messages: Messages, start: int, nbytes: int) -> Messages:
-    stop = start + nbytes
-    return [(peer, content[start:stop]) for peer, content in messages if start < len(content)]
 
 
 class PlanKey(NamedTuple):
@@ -122,7 +103,7 @@ class Plan:
         self._op, self._dtype = call.op, call.dtype
         self._length = offsets[-1]
         self._scratch = memory.empty(resolver.scratch_needed, call.dtype)
-        self._bindings: LRU[tuple[int, int], list[_BoundRound]] = LRU(_BINDINGS_KEPT)
+        self._bindings: LRU[tuple[int, int], list[BoundRound]] = LRU(_BINDINGS_KEPT)
 
     @property
     def nbytes(self) -> int:
@@ -145,29 +126,35 @@ class Plan:
         exchange = self._transport.exchange
         if overlapped is not None:
             exchange = partial(self._transport.exchange_beside, overlapped=overlapped)
-        for bound in self._bound_to(source, target):
-            for action in bound.before:
-                action()
-            if segment_bytes:
-                for sends, receives in bound.in_segments(segment_bytes):
-                    exchange(sends, receives)
-            else:
-                exchange(bound.sends, bound.receives)
-            for action in bound.after:
-                action()
+        rounds = self._bound_to(source, target)
+        try:
+            for bound in rounds:
+                for action in bound.before:
+                    action()
+                if segment_bytes:
+                    for sends, receives in bound.in_segments(segment_bytes):
+                        exchange(sends, receives)
+                else:
+                    exchange(bound.sends, bound.receives)
+                for action in bound.after:
+                    action()
+        except BaseException:
+            # Messages that have begun go on, over views that do not keep the buffers alive.
+            abandoned.append((source, target))
+            raise
         for piece in self._uncopied:
             assert source is not None
             if source is not target:
                 target[piece.start : piece.stop] = source[piece.start : piece.stop]
 
-    def _bound_to(self, source: Array | None, target: Array) -> list[_BoundRound]:
+    def _bound_to(self, source: Array | None, target: Array) -> list[BoundRound]:
         address = self._memory.address
         target_address = address(target)
         key = (target_address if source is None else address(source), target_address)
         bound = self._bindings.get(key)
         return self._bindings.put(key, self._bind(*key)) if bound is None else bound
 
-    def _bind(self, source: int, target: int) -> list[_BoundRound]:
+    def _bind(self, source: int, target: int) -> list[BoundRound]:
         memory = self._memory
         buffers = {
             "source": memory.at(source, self._length, self._dtype),
@@ -186,7 +173,7 @@ class Plan:
             return memory.fold(self._op, view(each.first), view(each.second), view(each.out))
 
         return [
-            _BoundRound(
+            BoundRound(
                 before=[copy(*pair) for pair in resolved.packs],
                 sends=[(peer, memory.message(view(piece))) for peer, piece in resolved.sends],
                 receives=[(peer, memory.message(view(piece))) for peer, piece in resolved.receives],

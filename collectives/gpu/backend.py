@@ -168,16 +168,7 @@ class Devices:
         stream, event = cuda().current_stream(), None
         if future.exception() is None and not stream.capturing():
             event = stream.record()  # a captured one can't be queried
-        return DeviceHandle(future, event, partial(self._wait, call))
-
-    def _wait(self, call: Signature | None, event: Event, timeout: float | None) -> None:
-        path = self._path
-        if path is not None:
-            path.wait(str(call), event, timeout)
-        elif self._engine.broken is None:
-            wait_for(event, timeout)
-        else:  # aborted work is done, too
-            raise self._engine.refusal()
+        return DeviceHandle(future, event, partial(_wait, self._path, call))
 
     def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
         """Check a call of these dtypes on this rank, before the ranks synchronize.
@@ -273,6 +264,14 @@ class Devices:
         if self._path is not None:
             self._path.close()  # an error leaves it to `abandon`
             self._path = None
+
+
+def _wait(
+    path: DevicePath | None, call: Signature | None, event: Event, timeout: float | None
+) -> None:
+    """Wait for a call of this path, also once it is closed or abandoned."""
+    wait = wait_for if path is None else partial(path.wait, str(call))
+    wait(event, timeout)
 
 
 class DeviceHandle(Handle[Any]):

@@ -193,7 +193,7 @@ class StreamWork:
             # The work runs whenever the graph does, with the same memory.
             self.captured.append(held)
             return
-        if self.ended:
+        if self.ended and not self.captured:
             return
         done = stream.record(events.pop() if events else None)
         self._last, self._last_done = stream, done

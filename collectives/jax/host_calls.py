@@ -1,7 +1,7 @@
 """Calls of Python functions from compiled JAX programs, with XLA's buffers as NumPy arrays.
 
 The handler of XLA's foreign function interface is a ctypes callback. On GPUs, and where JAX's
-version of the interface isn't known, `jax.pure_callback` takes its place, which copies every array.
+version of the interface isn't known, `io_callback` takes its place, which copies every array.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ def original_errors() -> Iterator[None]:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         original, _Failure.error = _Failure.error, None
-        of_program = isinstance(error, jax.errors.JaxRuntimeError) or (
-            str(original) and str(original) in str(error)
-        )
-        if original is None or not of_program:
+        # The program may have caught that one: this error is another, without its text.
+        if original is None or not str(original) or str(original) not in str(error):
             raise
         raise original from None
 

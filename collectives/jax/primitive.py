@@ -106,7 +106,8 @@ def _is_float(dtype: Any) -> bool:
 
 def _transpose(cotangents: Any, *arrays: Any, call: Call, count: int) -> Any:
     transpose = KINDS[call.kind].transpose
-    assert transpose is not None
+    if transpose is None or call.op not in LINEAR or call.by is not None:
+        raise NotImplementedError(f"{call.kind} (op={call.op!r}) has no transpose")
     found = transpose(call, [ad.instantiate_zeros(each) for each in cotangents], bind)
     pairs = zip(found, arrays[:count], strict=True)
     known = [each if ad.is_undefined_primal(array) else None for each, array in pairs]

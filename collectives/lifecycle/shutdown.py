@@ -80,7 +80,7 @@ def keep(group: Closable) -> None:
     with _lock:
         _was_open = True
         if not _open:
-            _close_in_forked_rank()
+            _close_in_forked_rank(os.getpid())
             if _outlives_ranks():
                 exit_code()
         _open[id(group)] = group
@@ -232,8 +232,12 @@ def _finish_all() -> None:
             group.finish()
 
 
-def _close_in_forked_rank() -> None:
-    """Close them at the end of a rank that multiprocessing forked, which runs no exit handlers."""
+@lru_cache(maxsize=1)
+def _close_in_forked_rank(pid: int) -> None:
+    """Close them at the end of a rank that multiprocessing forked, which runs no exit handlers.
+
+    Once in each process.
+    """
     process = multiprocessing.current_process()
     if getattr(process, "_start_method", None) in ("fork", "forkserver"):
         Finalize(None, _end_forked_rank, exitpriority=_AFTER_OTHERS)

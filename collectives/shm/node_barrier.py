@@ -117,7 +117,9 @@ class NodeBarrier:
             return has_arrived(words[index], number)
 
         try:
-            self._wait_policy.until(arrived, lambda: self._late(word, index))
+            # One deadline for all ranks that this wait is for, one after the other.
+            start = self._waits_since / 1e9
+            self._wait_policy.until(arrived, lambda: self._late(word, index), start=start)
         except DeadlineExceededError as error:
             while not arrived():
                 if not order_all_threads():

@@ -93,6 +93,7 @@ def _run() -> None:
                 log.exception("the watchdog can't check a deadline any more")
                 with _lock:
                     _watched.discard(watched)
+            del watched  # which this frame would keep alive
 
 
 def _all_watched() -> list[Watched]:

@@ -266,6 +266,28 @@ def test_all_come_and_leave_at_random(patient, record_directory):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_the_deadline_is_that_of_the_call(comm, record_directory):
+    """Not of each rank that it waits for, one after the other."""
+    group = Communicator(MPI.COMM_WORLD, deadline=PATIENT)
+    wait_for_all()
+    group.deadline = 3.0
+    time.sleep(2.4 if comm.rank == 1 else 0)
+    if comm.rank < 2:
+        begun = time.monotonic()
+        with pytest.raises(collectives.DeadlineExceededError):
+            group.all_reduce(np.ones(3))
+        assert time.monotonic() - begun < 5
+        MPI.COMM_WORLD.send(None, 2)
+    else:
+        for rank in range(2):
+            MPI.COMM_WORLD.recv(source=rank)
+    group.deadline = PATIENT
+    assert group.all_reduce(np.full(3, comm.rank + 1.0)).tolist() == [6.0] * 3
+    group.close()
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_without_a_deadline_it_waits_on(patient, caplog):
     patient.deadline = 0.2  # which this wait would exceed

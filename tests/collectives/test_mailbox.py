@@ -16,6 +16,7 @@ from hypothesis.extra.numpy import array_shapes
 
 import collectives
 from collectives import Communicator, Mailbox
+from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Process, Processes
 from collectives.messaging.message import IncomingMessage, read, write
 from collectives.shm import processes
@@ -559,3 +560,35 @@ def test_one_array_is_no_list_of_arrays():
         write("header", np.zeros(3))
     with pytest.raises(TypeError, match="arrays is a NoneType: must be a list"):
         write("header", None)
+
+
+def test_a_lock_that_an_interrupt_has_left_is_entered_again():
+    lock, entered = FairLock(), threading.Event()
+
+    def enter():
+        with lock:
+            entered.set()
+
+    def others_enter():
+        entered.clear()
+        thread = threading.Thread(target=enter, daemon=True)
+        thread.start()
+        return entered.wait(10)
+
+    lock.__enter__()  # without an exit, as where a signal's handler raises before the code
+    with lock:
+        pass
+    assert others_enter()
+    inner = lock._lock
+
+    class Interrupted:
+        def acquire(self):
+            lock._lock = inner
+            inner.acquire()
+            raise KeyboardInterrupt
+
+    lock._lock = Interrupted()
+    lock._lock._is_owned = inner._is_owned
+    with pytest.raises(KeyboardInterrupt), lock:
+        raise AssertionError("not reached")
+    assert others_enter()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -33,6 +34,19 @@ def test_one_that_can_not_be_looked_after_leaves_the_others_watched(caplog):
     assert min(each.looks for each in others) >= 3
     assert failing.looks == 1, "and says so at every look"
     assert "the watchdog can't check a deadline any more" in caplog.text
+
+
+def test_what_was_watched_is_garbage_once_the_program_drops_it():
+    """Though it was the last one that the thread has looked at."""
+    seen = weakref.ref(kept := Counting())
+    watchdog.watch(kept)
+    end = time.monotonic() + 10
+    while not kept.looks and time.monotonic() < end:
+        time.sleep(0.01)
+    del kept
+    while seen() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert seen() is None
 
 
 class Quiet:

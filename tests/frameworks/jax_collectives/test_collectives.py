@@ -217,6 +217,9 @@ def test_messages_and_barriers_run_although_nothing_uses_them(jax, calls, comm):
             jax.grad(lambda x: calls.send(x, 1).sum())(jnp.ones(2))
     with pytest.raises(NotImplementedError, match="scan of 'max'"):
         jax.grad(lambda x: calls.scan(x, "max").sum())(jnp.ones(2))
+    for function in (calls.scan, calls.all_reduce):
+        with pytest.raises(NotImplementedError, match=r"'max'.* has no transpose"):
+            jax.linear_transpose(lambda x, f=function: f(x, "max"), jnp.ones(2))(jnp.ones(2))
 
 
 def test_arguments_are_checked(jax, calls, comm):
@@ -401,8 +404,16 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
         jax.block_until_ready(again(jnp.ones(4)))
     with pytest.raises(collectives.ShapeMismatchError), calls.original_errors():
         jax.block_until_ready(again(jnp.ones(4 + comm.rank)))
-    with pytest.raises(ValueError, match="of the program"), calls.original_errors():
-        raise ValueError("of the program")
+    known = ValueError, jax.errors.JaxRuntimeError
+
+    def fail(kind):
+        with pytest.raises(known):
+            jax.block_until_ready(again(jnp.ones(4 + comm.rank)))
+        raise kind("of the program")
+
+    for kind in known:
+        with pytest.raises(kind, match="of the program"), calls.original_errors():
+            fail(kind)
     own = comm.split(0)
     own.deadline = 0.3
     late = jax.jit(lambda x: calls.all_reduce(x, comm=own))
