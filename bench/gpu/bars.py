@@ -38,6 +38,8 @@ class Bar:
     found: str
     bar: str
     met: bool
+    wrong: int = 0
+    """Number of wrong elements of the results."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.found} (bar: {self.bar}: {'met' if self.met else 'MISSED'})"
@@ -114,8 +116,9 @@ def copy_bound(comm: Communicator, bench: GpuBench) -> list[Bar]:
             continue
         ratio = 1 / form.peer.ratio
         times = f"{_us(form.seconds.median)} / {_us(form.peer.seconds.median)}"
-        found = f"{times} = {ratio:.3f}"
-        bars.append(Bar(name, found, str(MOST_OF_BARE), ratio <= MOST_OF_BARE))
+        found = f"{times} = {ratio:.3f}" + (f", {row.wrong} WRONG elements" if row.wrong else "")
+        met = ratio <= MOST_OF_BARE and not row.wrong
+        bars.append(Bar(name, found, str(MOST_OF_BARE), met, row.wrong))
     return bars
 
 

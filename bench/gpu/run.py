@@ -54,7 +54,8 @@ def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) ->
     world.Free()
     if comm.rank == 0:
         _report(options, sections, found, describe_gpu(comm, _named(options, BARS), device))
-    return sum(row.wrong for section in sections for row in section.rows)
+    rows = [row for section in sections for row in section.rows]
+    return sum(row.wrong for row in rows) + sum(bar.wrong for bar in found)
 
 
 def _bars(

@@ -249,7 +249,13 @@ def test_copy_bound_sizes(monkeypatch):
         return bars.copy_bound(comm, bench)
 
     ((bar,),) = on_simulated(1, program)
-    assert bar.name == "all_reduce of 1 MiB over the bare call"
+    assert (bar.name, bar.wrong) == ("all_reduce of 1 MiB over the bare call", 0)
+    case = CASES["all_reduce"]
+    monkeypatch.setattr(case, "expected", lambda problem, rank: np.full(problem.count, 9, "f4"))
+    monkeypatch.setattr(bars, "MOST_OF_BARE", float("inf"))
+    ((bar,),) = on_simulated(1, program)
+    assert bar.wrong
+    assert not bar.met
 
 
 def test_all_ranks_cycle_as_many_sets_of_buffers():

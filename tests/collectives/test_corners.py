@@ -111,6 +111,7 @@ def test_ranks_without_rows(comm):
                     each.tolist() for each in np.split(joined, ends(comm, len(own)))
                 ]
                 on_root = comm.gather(own)
+                assert (on_root is None) == (comm.rank != 0)
                 assert on_root is None or np.array_equal(on_root, joined)
 
 

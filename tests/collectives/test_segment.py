@@ -93,9 +93,21 @@ def test_too_much_is_none():
     assert make_segment(1 << 62) is None
 
 
-def test_stores_are_ordered_elsewhere(monkeypatch):
-    monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
-    assert segment._ordering()() is None
+@pytest.mark.parametrize(("machine", "locks"), [("aarch64", 2), ("x86_64", 0)])
+def test_stores_are_ordered_by_locks_elsewhere(monkeypatch, machine, locks):
+    acquired = []
+
+    class Counting:
+        def __enter__(self):
+            acquired.append(self)
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(segment.platform, "machine", lambda: machine)
+    monkeypatch.setattr(segment.threading, "Lock", Counting)
+    segment._ordering()()
+    assert len(acquired) == locks
 
 
 def test_a_large_array_leaves_small_ones_in_their_segment():

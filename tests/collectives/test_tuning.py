@@ -1,11 +1,10 @@
 """Cost parameters: on disk, fitted, and used by every choice; no time is asserted."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 import collectives
 from collectives.bound import folds
@@ -13,13 +12,8 @@ from collectives.diagnostics import tuning
 from collectives.execution import cost_model, parameters_file
 from collectives.execution.calibration import fit
 from collectives.execution.cost_model import HIERARCHICAL, NATIVE, SHARED, CostParameters, Layout
-from collectives.execution.parameters_file import Key
 from collectives.transports.local import run
 from tests.slow import slow
-
-KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
-POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-FIGURES = st.builds(CostParameters, **{field.name: POSITIVE for field in fields(CostParameters)})
 
 SLOW, FAST = {"start": 1.0, "bandwidth": 1e3}, {"start": 1e-9, "bandwidth": 1e15}
 

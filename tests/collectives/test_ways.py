@@ -75,6 +75,7 @@ def check_reductions(comm, way, length):
     np.testing.assert_array_equal(part, mine / comm.size)
     for root in range(comm.size):
         mean = comm.reduce(numbers, "mean", root=root, algorithm=way)
+        assert (mean is None) == (comm.rank != root)
         assert mean is None or np.array_equal(mean, expected / comm.size)
         result = comm.reduce(given, root=root, algorithm=way)
         array = given.copy()
@@ -291,6 +292,7 @@ def test_all_ways_give_the_bits_of_a_fold_in_rank_order(comm, length, dtype):
     for way in ("staged", "single_copy"):
         assert comm.reduce_scatter(own, algorithm=way).tobytes() == mine.tobytes()
         result = comm.reduce(own, root=comm.size - 1, algorithm=way)
+        assert (result is None) == (comm.rank != comm.size - 1)
         assert result is None or result.tobytes() == expected.tobytes()
 
 
