@@ -179,6 +179,7 @@ LAZY = {
         "collectives/torch/horovod/optimizer.py",
         "collectives/torch/horovod/tensors.py",
         "collectives/torch/messages.py",
+        "collectives/torch/names.py",
         "collectives/torch/parameters.py",
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",

@@ -281,10 +281,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         self._messages.finish_sends(_SHUTDOWN_SECONDS)
 
     def shutdown(self) -> None:
-        """Complete pending calls, then close what the other ranks close too.
-
-        If they do not within a few seconds, the end of the program does.
-        """
+        """Complete pending calls, then close it if all ranks do, else at the program's end."""
         self._make_pending()
         self._members.begin_closing()
         if not self._comm.closed and self._members.all_close(_SHUTDOWN_SECONDS):
