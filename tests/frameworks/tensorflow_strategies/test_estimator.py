@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -295,15 +296,14 @@ def test_an_evaluator_is_refused(tf, ds, estimator, comm, monkeypatch):
 @pytest.mark.ranks(3)
 def test_a_late_worker_needs_no_file(tf, ds, estimator, comm, folder):
     """The chief deletes what it has restored, once it has saved often enough."""
-    restored = folder / "model.ckpt-5.index"
 
     def work(strategy):
-        number = strategy.cluster_resolver.task_id
+        late = strategy.cluster_resolver.task_id == 1
 
-        def train(max_steps, late=False):
+        def train(max_steps, restored=None):
             def input_fn():
                 end = time.monotonic() + 120
-                while late and number == 1 and restored.exists():
+                while late and restored and Path(f"{restored}.index").exists():
                     assert time.monotonic() < end
                     time.sleep(0.05)
                 return batches_of(tf, 0, 1).repeat()
@@ -315,9 +315,7 @@ def test_a_late_worker_needs_no_file(tf, ds, estimator, comm, folder):
             model.train(input_fn, max_steps=max_steps)
             return model.latest_checkpoint()
 
-        train(5)
-        assert restored.exists() or number == 1
-        return train(40, late=True)
+        return train(40, restored=train(5))
 
     latest = [each for each in run_workers(ds, comm, work) if each is not None]
     assert len(latest) == 2
