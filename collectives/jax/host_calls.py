@@ -60,10 +60,13 @@ def original_errors() -> Iterator[None]:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         original, _Failure.error = _Failure.error, None
-        # The program may have caught that one: this error is another, without its text.
-        if original is None or not str(original) or str(original) not in str(error):
+        if original is None:
             raise
-        raise original from None
+        # The program may have caught that one: this error is another, without its text.
+        text = str(original)
+        if text in str(error) and (text or isinstance(error, jax.errors.JaxRuntimeError)):
+            raise original from None
+        raise
 
 
 def call_back(

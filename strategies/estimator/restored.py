@@ -86,10 +86,10 @@ class Restoration(keras.callbacks.Callback):
         with PropagatedErrors(self._strategy.communicator, "Estimator: restoring", self._path):
             self._restore()
 
+    on_test_begin = on_train_begin
+
     def _restore(self) -> None:
         self._restored.restore(self._path)
-
-    on_test_begin = on_train_begin
 
 
 class Saving(keras.callbacks.Callback):

@@ -16,6 +16,14 @@ from collectives.transports.nccl_driver import NcclError
 from tests.devices.gpu_worlds import run, simulated
 
 
+def communicator(gpus, transport, deadline=20):
+    """Of this thread's rank; its start may take longer than the deadline of its calls."""
+    gpus.be_rank(transport.rank)
+    comm = Communicator(transport, backend="nccl", deadline=20)
+    comm.deadline = deadline
+    return comm
+
+
 def filled(cuda, value, count=4):
     return cuda.from_host(np.full(count, value, np.float32))
 
@@ -25,9 +33,7 @@ def test_a_rank_that_never_begins_on_the_gpu_is_named_by_wait():
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 1
+            comm = communicator(gpus, transport, deadline=1)
             array = filled(gpus, comm.rank)
             if comm.rank == 1:
                 gpus.slow(gpus.current_stream(), 30)
@@ -51,8 +57,7 @@ def test_an_abort_ends_the_waits_of_other_threads():
     with simulated() as (gpus, _):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm = communicator(gpus, transport)
             if comm.rank == 1:
                 gpus.slow(gpus.current_stream(), 3)
             handle = comm.all_reduce_async(filled(gpus, comm.rank))
@@ -78,8 +83,7 @@ def test_what_nccl_reports_is_raised_by_wait_and_ends_the_communicator():
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=10)
+            comm = communicator(gpus, transport, deadline=10)
             gpus.slow(gpus.current_stream(), 0.2)
             handle = comm.all_reduce_async(filled(gpus, 1))
             nccl.comms[comm.rank].error = NcclError(6, "remote error")
@@ -104,9 +108,7 @@ def test_a_call_that_fails_ends_the_communicator(name):
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 0.4
+            comm = communicator(gpus, transport, deadline=0.4)
             array = filled(gpus, comm.rank)
             call(comm, array).wait()
             if comm.rank == 0:
@@ -129,9 +131,7 @@ def test_what_one_rank_alone_can_not_do_is_no_call_of_its_next_one(monkeypatch):
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 0.4
+            comm = communicator(gpus, transport, deadline=0.4)
             array = filled(gpus, comm.rank)
             comm.all_reduce(array)
             if comm.rank == 1:
@@ -175,9 +175,7 @@ def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline(monkeypatch):
     with simulated() as (gpus, _):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 0.4
+            comm = communicator(gpus, transport, deadline=0.4)
             path = comm._devices._path
             path._launches._end_job = ended.append
             if comm.rank == 1:
@@ -235,9 +233,7 @@ def test_closing_aborts_what_never_ends():
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 0.4
+            comm = communicator(gpus, transport, deadline=0.4)
             launches = comm._devices._path._launches
             if comm.rank == 1:
                 gpus.slow(gpus.current_stream(), 9)
@@ -255,8 +251,7 @@ def test_arrays_are_kept_where_nccl_is_not_aborted():
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm = communicator(gpus, transport)
             launches = comm._devices._path._launches
             stream = gpus.new_stream()
             with gpus.on(stream):
@@ -284,9 +279,7 @@ def test_a_rank_that_ends_with_an_exception_aborts():
                 raise ZeroDivisionError
 
         def one_rank(transport):
-            gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 0.4
+            comm = communicator(gpus, transport, deadline=0.4)
             try:
                 program(comm, gpus)
                 comm.close()

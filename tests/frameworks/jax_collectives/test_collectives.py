@@ -414,6 +414,15 @@ def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, com
     for kind in known:
         with pytest.raises(kind, match="of the program"), calls.original_errors():
             fail(kind)
+
+    from collectives.jax import host_calls
+
+    def interrupt():
+        host_calls._Failure.error = KeyboardInterrupt()  # without a text
+        raise jax.errors.JaxRuntimeError("INTERNAL: KeyboardInterrupt")
+
+    with pytest.raises(KeyboardInterrupt), calls.original_errors():
+        interrupt()
     own = comm.split(0)
     own.deadline = 0.3
     late = jax.jit(lambda x: calls.all_reduce(x, comm=own))

@@ -13,6 +13,16 @@ from tests.slow import slow
 USER = str(Path(__file__).with_name("user.py"))
 ROOT = Path(__file__).parents[3]
 
+TORCHS_VARIABLES = """
+import os, socket, collectives
+comm = collectives.world()
+with socket.create_server(('127.0.0.1', 0)) as server:
+    port = comm.broadcast_object(server.getsockname()[1])
+comm.barrier()
+os.environ.update(RANK=str({rank}), WORLD_SIZE=str(comm.size))
+os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+"""
+
 
 @pytest.fixture(autouse=True)
 def _needs_torch(torch):
@@ -44,14 +54,9 @@ def test_gloo_starts_in_the_same_way(launch, tmp_path):
 def test_torchs_own_variables_come_first(launch):
     """A port, a rank and a size that the user has given are used, whatever MPI says."""
     program = (
-        "import os, collectives, collectives.torch, torch.distributed as dist\n"
-        "comm = collectives.world()\n"
-        "os.environ.update(RANK=str(1 - comm.rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')\n"
-        "import socket\n"
-        "free = socket.create_server(('127.0.0.1', 0))\n"
-        "port = comm.broadcast_object(free.getsockname()[1]); free.close(); comm.barrier()\n"
-        "os.environ['MASTER_PORT'] = str(port)\n"
-        "try: dist.init_process_group('collectives')\n"
+        "import collectives.torch, torch.distributed as dist\n"
+        + TORCHS_VARIABLES.format(rank="1 - comm.rank")
+        + "try: dist.init_process_group('collectives')\n"
         "except ValueError as error: assert 'mpirun started this process as rank' in str(error)\n"
         "else: raise AssertionError('no error')\n"
     )
@@ -97,15 +102,11 @@ def test_a_rank_that_destroys_its_group_late_does_not_wait_for_the_others(launch
 def test_a_group_is_destroyed_after_the_store_of_rank_0(launch):
     """As a rank does that evaluates longer; `abort` ends a pending call, and closes a group."""
     program = (
-        "import gc, os, socket, time, collectives, torch, torch.distributed as dist\n"
+        "import gc, time, torch, torch.distributed as dist\n"
         "from collectives.torch import process_group\n"
         "from collectives.torch.members import Members\n"
-        "comm = collectives.world()\n"
-        "with socket.create_server(('127.0.0.1', 0)) as server:\n"
-        "    port = comm.broadcast_object(server.getsockname()[1])\n"
-        "os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size))\n"
-        "os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))\n"
-        "dist.init_process_group('collectives')\n"
+        + TORCHS_VARIABLES.format(rank="comm.rank")
+        + "dist.init_process_group('collectives')\n"
         "group, all_close = dist.new_group(), Members.all_close\n"
         "def late(*arguments):\n"
         "    closes = all_close(*arguments)\n"
