@@ -71,7 +71,7 @@ class Bucket(Protocol):
         """Reduce the gradients, or start to; the result is complete after the returned function.
 
         With `scale`, it is the sum of the ranks' gradients times their scales; 0 discards even NaN.
-        UnusableGradientError for one whose parameter has another dtype now.
+        UnusableGradientError for one whose parameter has another dtype, shape or strides now.
         """
 
     def holds(self, parameter: Any) -> bool:
@@ -98,11 +98,9 @@ class DenseBucket(Bucket):
     def __init__(self, comm: Communicator, members: Sequence[Member], wire: Any, what: str) -> None:
         """`wire` is a narrower dtype for the messages, or None. Collective.
 
-        `what` is the text of blocking calls on the CPU, by which those of models of equal shapes
-        differ.
+        `what` is the text of blocking calls on the CPU, by which models of equal shapes differ.
         """
         self._comm, self.members = comm, members
-        self._dtype = members[0].parameter.dtype
         length = sum(each.parameter.numel() for each in members)
         first = members[0].parameter
         self.on_gpu = first.is_cuda
@@ -123,7 +121,7 @@ class DenseBucket(Bucket):
         self._taken: set[int] = set()
         self._places = self._cut()
         self._views = [place.detach() for place in self._places]
-        self._shapes = [place.shape for place in self._places]
+        self._kinds = [kind_of(each.parameter) for each in members]
 
     def _cut(self) -> list[Any]:
         """The parts of the bucket, one for each parameter."""
@@ -143,13 +141,13 @@ class DenseBucket(Bucket):
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Move gradients that lie elsewhere into the bucket, and reduce it."""
         narrowed = self._sent is not self._flat
-        narrow_range = narrowed or self._dtype is torch.float16
+        narrow_range = narrowed or self._flat.dtype is torch.float16
         if narrow_range and op == "mean" and scale is None:
             # Else the sum could overflow.
             scale = 1 / self._comm.size
         if scale is not None:
             op = "sum"
-        refuse_changed(self.members, self._dtype, self._shapes)
+        refuse_changed(self.members, self._kinds)
         with torch.no_grad():
             self._collect()
             if scale == 0:
@@ -282,12 +280,16 @@ class CompressedBucket(DenseBucket):
         return self._finish
 
 
-def refuse_changed(members: Sequence[Member], dtype: Any, shapes: Sequence[Any]) -> None:
+def kind_of(parameter: Any) -> tuple[Any, Any, tuple[int, ...]]:
+    """What a gradient must fit: dtype, shape, and strides, which fused optimizers don't compare."""
+    return parameter.dtype, parameter.shape, parameter.stride()
+
+
+def refuse_changed(members: Sequence[Member], kinds: Sequence[Any]) -> None:
     """UnusableGradientError, whose text lacks the remedy, for a parameter of another kind now."""
-    for (name, each), shape in zip(members, shapes, strict=True):
-        if each.dtype is not dtype or each.shape != shape:
-            was, now = f"{dtype} {list(shape)}", f"{each.dtype} {list(each.shape)}"
-            raise UnusableGradientError(f"{name}: it was {was} at first, and is {now} now: ")
+    for (name, each), kind in zip(members, kinds, strict=True):
+        if kind_of(each) != kind:
+            raise UnusableGradientError(f"{name}: it was {kind} at first, is {kind_of(each)} now: ")
 
 
 def _zeros(comm: Communicator, length: int, dtype: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from collectives.communicator import Communicator
-from collectives.torch.buckets import Bucket, Finish, Member, refuse_changed
+from collectives.torch.buckets import Bucket, Finish, Member, kind_of, refuse_changed
 
 
 class SparseBucket(Bucket):
@@ -18,12 +18,11 @@ class SparseBucket(Bucket):
     def __init__(self, comm: Communicator, member: Member, what: str) -> None:
         """`what`: as of DenseBucket."""
         self._comm, self.members, self._what = comm, [member], what
-        self._dtype, self.on_gpu = member.parameter.dtype, member.parameter.is_cuda
-        self._shape = member.parameter.shape
+        self._kind, self.on_gpu = kind_of(member.parameter), member.parameter.is_cuda
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Gather the indices and values of all ranks; those of equal indices are added."""
-        refuse_changed(self.members, self._dtype, [self._shape])
+        refuse_changed(self.members, [self._kind])
         parameter = self.members[0].parameter
         with torch.no_grad():
             part = _as_sparse(parameter)

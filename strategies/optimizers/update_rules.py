@@ -113,7 +113,15 @@ class AdaptiveMomentsRule(UpdateRule):
         return ("mean", "square")
 
     def _apply(self, value: Array, gradient: Array, slots: Slots, iteration: int) -> None:
-        """Move against the running mean, in units of the root of the mean square."""
+        """Move against the running mean, in units of the root of the mean square.
+
+        The parts of a complex number are numbers of their own, as torch's Adam has them.
+        """
+        if value.dtype.kind == "c":
+            for part in (np.real, np.imag):
+                parts = {name: part(slot) for name, slot in slots.items()}
+                self._apply(part(value), part(gradient), parts, iteration)
+            return
         number = gradient.dtype.type
         mean, square = slots["mean"], slots["square"]
         mean += (gradient - mean) * number(1 - self.beta_1)

@@ -7,8 +7,8 @@ dictionaries) is JSON, stored as the bytes of one array. A module without such t
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,14 @@ from collectives.torch.parameters import is_reduced
 from strategies.core.values import Array
 from strategies.foreign.distributed import strategy_of
 from strategies.foreign.registry import framework_of
+from strategies.torch.mirroring import laid_out_as
 from strategies.torch.steps import parameters_of
 
 _JSON = "json"
 _OPTIMIZER = "optimizer"
 _SCHEDULER = "scheduler"
+# No tensor has this name: that of a module isn't empty.
+_VERSIONS = ".versions"
 
 
 class TorchState:
@@ -53,7 +56,8 @@ class TorchState:
     def saved_tensors(self) -> dict[str, Array]:
         """Copies of the tensors by name, and the rest.
 
-        TypeError for what JSON can't hold; ValueError for two tensors of one name.
+        TypeError for what JSON can't hold; ValueError for two tensors of one name, and for a lazy
+        one.
         """
         tensors: dict[str, Array] = {}
         state = {**self.owner.state_dict(), **_added(self.owner)}
@@ -74,7 +78,8 @@ class TorchState:
                     problems.append(f"{name}: {kinds[0]}, wanted {kinds[1]}")
             if _JSON in tensors.keys() | own.keys():
                 # As of `set_extra_state`.
-                names = [_state(each).keys() - wanted.keys() for each in (tensors, own)]
+                given = wanted.keys() | {_VERSIONS}
+                names = [_state(each).keys() - given for each in (tensors, own)]
                 kinds = [
                     ", ".join(sorted(each)) or "no state that isn't a tensor" for each in names
                 ]
@@ -124,11 +129,16 @@ class TorchState:
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Load them; a module's parameters stay in their memory."""
         state = _state(tensors)
+        if isinstance(self.owner, torch.nn.Module):
+            state = _with_versions(self.owner, state)
         for name in _added(self.owner):
             state.pop(name, None)
         # An enabled GradScaler refuses an empty state, which is that of a disabled one.
         if state or isinstance(self.owner, torch.nn.Module):
             self.owner.load_state_dict(state)
+        if isinstance(self.owner, torch.optim.Optimizer):
+            for parameter, values in self.owner.state.items():
+                values.update({key: laid_out_as(parameter, each) for key, each in values.items()})
         if self.strategy is not None:
             self.strategy.restored(self._parameters())
 
@@ -138,12 +148,29 @@ class TorchState:
 
 
 def _added(owner: Any) -> dict[str, Any]:
-    """What a checkpoint has beside the state of an optimizer or a scheduler."""
+    """What a checkpoint has beside the `state_dict`."""
     if isinstance(owner, torch.optim.Optimizer):
         return {_OPTIMIZER: _description(owner)}
     if isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
         return {_SCHEDULER: type(owner).__name__}
+    if isinstance(owner, torch.nn.Module):
+        versions = {path: each._version for path, each in _modules(owner) if each._version != 1}
+        return {_VERSIONS: versions} if versions else {}
     return {}
+
+
+def _modules(owner: Any) -> Iterator[tuple[str, Any]]:
+    return owner.named_modules(remove_duplicate=False)  # type: ignore[no-any-return]  # of any owner
+
+
+def _with_versions(owner: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a module's own: each part says by which version of its class it was written."""
+    versions = state.pop(_VERSIONS, {})
+    own = OrderedDict(state)
+    own._metadata = {  # type: ignore[attr-defined]  # torch's attribute
+        path: {"version": versions.get(path, 1)} for path, _ in _modules(owner)
+    }
+    return own
 
 
 def _description(optimizer: Any) -> dict[str, Any]:
@@ -173,6 +200,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Array]) -> Any:
     if isinstance(value, torch.Tensor):
         if path in tensors or path == _JSON:
             raise ValueError(f"{path}: is the name of two entries: must be of one in a checkpoint")
+        if torch.nn.parameter.is_lazy(value):
+            raise ValueError(f"{path}: is lazy: run the model once before a checkpoint")
         tensors[path] = from_torch(value.detach().cpu(), path).copy()
         return {"tensor": path}
     if isinstance(value, dict):

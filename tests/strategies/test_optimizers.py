@@ -132,6 +132,23 @@ def test_a_large_variable_is_updated_to_its_last_element(rule, order):
     np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_parts_of_a_complex_number_are_numbers_of_their_own(rule):
+    """As in torch's optimizers; large enough for several blocks."""
+    make, _, named = RULES[rule]
+    chance = np.random.default_rng(5)
+    parts = [chance.normal(size=70_000) for _ in range(2)]
+    whole = Variable(parts[0] + 1j * parts[1])
+    real, imaginary = map(Variable, parts)
+    first, second = make(**named), make(**named)
+    for _ in range(3):
+        gradients = [chance.normal(size=70_000) for _ in range(2)]
+        first.apply_gradients([(gradients[0] + 1j * gradients[1], whole)])
+        second.apply_gradients(zip(gradients, (real, imaginary), strict=True))
+    wanted = real.numpy() + 1j * imaginary.numpy()
+    np.testing.assert_allclose(whole.numpy(), wanted, rtol=1e-12)
+
+
 def test_the_defaults_are_those_of_keras():
     sgd, adam = optimizers.SGD(), optimizers.Adam()
     assert (sgd.learning_rate, sgd.momentum, sgd.nesterov) == (0.01, 0.0, False)

@@ -167,6 +167,60 @@ def test_the_state_of_a_disabled_scaler_is_empty(torch, comm, folder):
 
 
 @pytest.mark.ranks(2)
+def test_a_restored_fused_optimizer_steps_as_before(torch, comm, folder):
+    """It takes states by their order in memory, here that of channels_last parameters."""
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+
+    def made():
+        model = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=True)
+        strategy.distribute(model, optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def step(named):
+        torch.manual_seed(comm.rank)
+        named["optimizer"].zero_grad()
+        named["model"](torch.rand(2, 2, 4, 4)).square().sum().backward()
+        named["optimizer"].step()
+
+    first, second = made(), made()
+    step(first)
+    path = strategies.Checkpoint(**first).save(folder / "state")
+    strategies.Checkpoint(**second).restore(path)
+    for named in (first, second):
+        step(named)
+    same(torch, first["model"].state_dict(), second["model"].state_dict())
+
+
+def test_a_modules_versions_are_restored(torch, comm, folder):
+    """Its class converts what an earlier version of it has written, and that alone."""
+
+    class Versioned(torch.nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state, prefix, metadata, *rest):
+            if metadata["version"] < 2:
+                state[f"{prefix}weight"] = state[f"{prefix}weight"] * 10
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    model = torch.nn.Sequential(Versioned(1, 1), torch.nn.BatchNorm1d(1))
+    strategy.distribute(model, [])
+    weight = model[0].weight.item()
+    for written, factor in ((2, 1), (1, 10)):
+        Versioned._version = written
+        path = strategies.Checkpoint(model=model).save(folder / f"of-{written}")
+        Versioned._version = 2
+        with torch.no_grad():
+            model[0].weight.fill_(7)
+        strategies.Checkpoint(model=model).restore(path)
+        assert model[0].weight.item() == pytest.approx(weight * factor)
+    lazy = torch.nn.LazyLinear(3)
+    with pytest.raises(ValueError, match="weight: is lazy: run the model once"):
+        strategies.Checkpoint(model=lazy).save(folder / "lazy")
+
+
+@pytest.mark.ranks(2)
 def test_an_optimizer_restores_only_state_that_its_steps_can_use(torch, comm, folder):
     strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
     optimizers = torch.optim
