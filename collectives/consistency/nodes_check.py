@@ -3,8 +3,9 @@
 Once a rank has sent a message of the rounds (`dissemination`), its receiver may use the data at any
 time, so that the sender can't withdraw the call any more. Therefore a leader that has waited for a
 part of its deadline, the *lease*, requests a *vote*: it sends its word to all leaders, and may
-withdraw at the deadline. Either the rounds or the vote may complete the call then. Once all
-leaders have received the words of all, which they confirm with READY, the rounds follow.
+withdraw at the deadline. Either the rounds or the vote may complete the call then. Once a leader
+has received the words of all, it sends READY, and withdraws no more. Once all have sent READY, all
+words are final: they are the same, and the rounds follow, or the calls differ.
 
 A leader that may be late sends no message of the rounds, but votes at once, so that no data can be
 used that were withdrawn. Every message of this call was sent after this leader took part in the
@@ -44,7 +45,7 @@ from collectives.waiting.wait_policy import YIELDS, WaitPolicy
 _WITHDRAWN, _COMPLETE = 1, 2
 # Marks the word of a leader that has withdrawn one before, and the rounds after such a vote.
 _REPEATED = 1 << (SEQUENCE_BITS + FINGERPRINT_BITS - 1)
-# Marks the word of a leader that has received those of all.
+# Marks the word of a leader that has received those of all, and withdraws its own no more.
 _READY = _REPEATED >> 1
 _FLAGS = _REPEATED | _READY
 
@@ -70,7 +71,7 @@ class NodesCheck:
         """Note that the message of a swap has arrived; False if this process was stopped before."""
         if self.lateness.stopped():
             return False
-        self._completed = number
+        self._completed, self._answered = number, -1
         return True
 
     def wait_until_sent(self, number: int) -> None:
@@ -107,7 +108,7 @@ class NodesCheck:
             received = self._words.of(number)
             received[:] = [0] * len(received)
         else:
-            self._completed = number
+            self._completed, self._answered = number, -1
         if rounds.alike:
             self.lateness.settle(rounds.deadline)
         else:
@@ -176,7 +177,8 @@ class NodesCheck:
 
         If `late` none has been sent yet.
         """
-        number, word, repeated = rounds.number, rounds.word, self._withdrawn == rounds.number
+        number, word = rounds.number, rounds.word & ~_FLAGS
+        repeated = self._withdrawn == number
         received, by_rounds = self._words.of(number), False
 
         def decided() -> bool:
@@ -186,16 +188,16 @@ class NodesCheck:
                 not late
                 and self.rounds.advance(rounds)
                 and not self.lateness.stopped(rounds.deadline)
-                and not self._was_withdrawn(word)
+                and not self._was_withdrawn(number)
             )
             return by_rounds or not self._missing(number) or self._was_completed(number)
 
-        self._words.post(word ^ _REPEATED if repeated else word)
+        self._words.post(word | _REPEATED if repeated else word)
         try:
             self._wait_policy.spin_until(decided, lambda: self._absent(number), self.lateness.began)
         except DeadlineExceededError as error:
-            # A leader that receives this in time waits for the next word. A leader that has
-            # already continued waits until this rank repeats the call.
+            # The others wait for the next word: those that are READY already, for longer than their
+            # deadlines.
             self._words.post(_WITHDRAWN << SEQUENCE_BITS | number)
             self._withdrawn, error.withdrawn = number, True
             self.lateness.unsettle()
@@ -204,18 +206,17 @@ class NodesCheck:
         self._wait_policy.limit = None
         again = False
         if not by_rounds and not self._was_completed(number):
-            if any((each ^ word) & ~_FLAGS for each in received):
-                rounds.differ()
-            else:
-                again = self._is_repeated(word, repeated)
+            again = self._confirm(word, repeated)
         by_rounds = by_rounds or self._was_completed(number)
         if by_rounds:
             if repeated:
                 raise UnusableError(f"other nodes have made call {number} with withdrawn data")
             self._completed = number
             self._answer(number)
-        elif again:
-            rounds = Rounds(word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
+        elif any((each ^ word) & ~_FLAGS for each in received):
+            rounds.differ()
+        elif again and rounds.alike:
+            rounds = Rounds(rounds.word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
         if by_rounds or rounds.alike:
             advance = partial(self.rounds.advance, rounds)
             absent = partial(self.rounds.absent, rounds)
@@ -223,28 +224,30 @@ class NodesCheck:
             self._wait_for_all(advance, absent, in_transit=in_transit)
         return rounds
 
-    def _is_repeated(self, word: int, repeated: bool) -> bool:
-        """Whether any leader has withdrawn its word once; all leaders return the same.
+    def _confirm(self, word: int, repeated: bool) -> bool:
+        """Wait until all words are final; whether any leader has withdrawn one, on all the same.
 
         All have sent their words. One that was received may have been withdrawn: its leader sends
-        READY only when it repeats the call.
+        READY only when it makes its next call, which may be another one.
         """
         number = word & SEQUENCE_MASK
         received = self._words.of(number)
-        repeated = repeated or self._was_withdrawn(word)
-        self._words.post(word ^ _READY ^ (_REPEATED if repeated else 0))
+        repeated = repeated or self._was_withdrawn(number)
+        self._words.post(word | _READY | (_REPEATED if repeated else 0))
+
+        def unready() -> list[int]:
+            return [
+                node
+                for node, each in enumerate(received)
+                if not (_is_word(each, number) and each & _READY)
+            ]
 
         def ready() -> bool:
             self.answer_request(number)
-            every = all((each ^ word) & ~_REPEATED == _READY for each in received)
-            return every or self._was_completed(number)
+            return not unready() or self._was_completed(number)
 
-        def absent() -> dict[int, str]:
-            unready = [node for node, each in enumerate(received) if not (each ^ word) & _READY]
-            return self._absent_ranks(unready)
-
-        self._wait_for_all(ready, absent)
-        return any((each ^ word) & _REPEATED for each in received)
+        self._wait_for_all(ready, lambda: self._absent_ranks(unready()))
+        return any(each & _REPEATED for each in received)
 
     def _wait_for_all(
         self,
@@ -256,11 +259,11 @@ class NodesCheck:
         """Wait longer than the deadline, because all leaders rely on each other."""
         self._wait_policy.until(ready, absent, GRACE_SECONDS, in_transit=in_transit)
 
-    def _was_withdrawn(self, word: int) -> bool:
+    def _was_withdrawn(self, number: int) -> bool:
         """Whether any other leader has withdrawn its word of this call."""
-        withdrawn = _WITHDRAWN << SEQUENCE_BITS | word & SEQUENCE_MASK
-        received = self._words.of(word)
-        return any(each == withdrawn or (each ^ word) & ~_READY == _REPEATED for each in received)
+        withdrawn = _WITHDRAWN << SEQUENCE_BITS | number
+        repeated = (each & _REPEATED and _is_word(each, number) for each in self._words.of(number))
+        return withdrawn in self._words.of(number) or any(repeated)
 
     def _missing(self, number: int) -> list[int]:
         received = self._words.of(number)

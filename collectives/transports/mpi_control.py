@@ -9,6 +9,8 @@ from collectives.transports.base import ControlChannel
 from collectives.transports.mpi_messages import LAST_TAG
 
 _WORDS_TAG = LAST_TAG + 1
+# MPICH shows the next message of a source a few probes after the one before.
+_MORE_PROBES = 4
 
 
 class MpiControlChannel(ControlChannel):
@@ -33,9 +35,9 @@ class MpiControlChannel(ControlChannel):
 
     def take(self) -> bool:
         """Receive what has arrived. No receive stays posted, because it could not be cancelled."""
-        comm, status, found = self._comm, self._status, False
-        while comm.Iprobe(MPI.ANY_SOURCE, _WORDS_TAG, status):
-            source = status.Get_source()
+        comm, status, found, probes = self._comm, self._status, False, range(1)
+        while any(comm.Iprobe(MPI.ANY_SOURCE, _WORDS_TAG, status) for _ in probes):
+            source, probes = status.Get_source(), range(_MORE_PROBES)
             comm.Recv([self._inbox, MPI.UINT64_T], source, _WORDS_TAG)
             word, found = int(self._inbox[0]), True
             self._words[word & 1][source] = word

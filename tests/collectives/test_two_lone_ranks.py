@@ -1,11 +1,16 @@
 """Two ranks alone on their nodes: small reductions, whose only message also compares the call."""
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, DeadlineExceededError, ShapeMismatchError
+from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from tests.collectives.test_same_bits import nans
+from tests.collectives.waiting import wait_for_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -65,6 +70,32 @@ def test_messages_that_are_not_there_at_once(pair, monkeypatch):
         np.testing.assert_array_equal(pair.all_reduce(array), np.full(2, 1 + 2 * number))
     assert MPI.COMM_WORLD.allreduce(len(calls)) > 0
     assert set(calls) <= {True}
+
+
+@pytest.mark.parametrize("in_vain", [False, True])
+def test_a_withdrawn_call_and_one_of_another_kind(pair, in_vain, tmp_path, monkeypatch):
+    """All words of the first wait for rank 0, which may then make its call in vain as well."""
+    flag = Path(MPI.COMM_WORLD.bcast(str(tmp_path / "withdrawn")))
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    pair.broadcast(np.zeros(8))
+    pair.deadline = 0.3
+    if pair.rank == 1:
+        with pytest.raises(DeadlineExceededError) as caught:
+            pair.broadcast(np.zeros(8))
+        assert caught.value.withdrawn
+        flag.touch()
+    # Not in MPI, which would receive the words.
+    while not flag.exists():
+        time.sleep(0.001)
+    if in_vain:
+        if pair.rank == 0:
+            with pytest.raises(DeadlineExceededError) as caught:
+                pair.all_reduce(np.zeros(3))
+            assert caught.value.withdrawn
+        wait_for_all()
+    pair.deadline = 20
+    for length in (3, 4):
+        assert pair.all_reduce(np.full(length, pair.rank + 1.0)).tolist() == [3.0] * length
 
 
 def test_other_calls_are_refused_on_both(pair):
