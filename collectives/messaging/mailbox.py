@@ -1,8 +1,4 @@
-"""One-sided messages from any rank to any other, at any time, without a posted receive.
-
-Collectives need all ranks at the same time. A server that answers requests, or a worker that
-reports results, sends and receives at any time instead.
-"""
+"""One-sided messages from any rank to any other, at any time, without a posted receive."""
 
 from __future__ import annotations
 
@@ -40,10 +36,11 @@ class Mailbox:
         self._own: deque[IncomingMessage] = deque()
         self._writes_to_itself = self._own_is_due = False
         self._outstanding: dict[int, deque[SendRequest]] = {}
+        post.kept = self._outstanding
         self._ended: set[int] = set()
         self._finished: set[int] = set()
         self._end_sent = self._finish_sent = False
-        self._refusal: str | None = None
+        self._ended_by: str | None = None
 
     def send(self, peer: int, header: Any, arrays: Iterable[Any] = ()) -> SendRequest:
         """Send a message to a rank, this one included; return at once.
@@ -54,22 +51,19 @@ class Mailbox:
         between two ranks arrive in the order in which they were sent.
 
         Raises ValueError or TypeError for a wrong peer or array, RankFailedError where the peer has
-        died or closed its mailbox, RuntimeError after `close`.
+        died or closed its mailbox, RuntimeError after `close` or an exception within a transfer.
         """
         peer = check_index("peer", peer, self.size)
         buffers = write(header, arrays)
         with self._fair_lock:
             self._check_open()
-            return self._send(peer, buffers)
-
-    def _send(self, peer: int, buffers: list[Bytes]) -> SendRequest:
-        if peer == self.rank:
-            self._writes_to_itself = True
-            self._own.append(IncomingMessage.copied(peer, buffers))
-            return SendRequest(self, peer, Copied(), ())
-        if self._died(peer) or peer in self._ended:
-            raise RankFailedError(f"{self._end_of(peer)}: nothing can be sent to it")
-        return self._post_to(peer, buffers)
+            if peer == self.rank:
+                self._writes_to_itself = True
+                self._own.append(IncomingMessage.copied(peer, buffers))
+                return SendRequest(self, peer, Copied(), ())
+            if self._died(peer) or peer in self._ended:
+                raise RankFailedError(f"{self._end_of(peer)}: nothing can be sent to it")
+            return self._post_to(peer, buffers)
 
     def _post_to(self, peer: int, buffers: list[Bytes]) -> SendRequest:
         sent = SendRequest(self, peer, self._post.send(buffers, peer), buffers)
@@ -139,10 +133,6 @@ class Mailbox:
         peer = check_index("peer", peer, self.size)
         return not (peer in self._post.failed or self._processes.died(peer))
 
-    def all_alive(self) -> bool:
-        """False once the process of any rank is known to have died."""
-        return all(map(self.alive, range(self.size)))
-
     @property
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
@@ -153,10 +143,19 @@ class Mailbox:
         """Whether `close` has finished."""
         return self._refusal is not None
 
+    def all_alive(self) -> bool:
+        """False once the process of any rank is known to have died."""
+        return all(map(self.alive, range(self.size)))
+
     def present(self, peer: int) -> bool:
         """False once a rank has died, or `receive` has found its mailbox closed: no more follow."""
         peer = check_index("peer", peer, self.size)
         return peer not in self._ended and self.alive(peer)
+
+    @property
+    def _refusal(self) -> str | None:
+        """Why there can be no more calls, if so."""
+        return self._ended_by or self._post.torn
 
     def close(self) -> None:
         """Release everything. A second call does nothing.
@@ -197,14 +196,14 @@ class Mailbox:
         """Refuse every call from now on, without touching the transport."""
         # Another thread may have held it when the process was forked.
         self._fair_lock = FairLock()
-        self._refusal = reason
+        self._ended_by = reason
 
     def _end(self, *, together: bool) -> None:
         with self._fair_lock:
             # Another thread may have ended it.
             if self._refusal is None:
                 self._post.close(together=together)
-                self._refusal = "the mailbox is closed"
+                self._ended_by = "the mailbox is closed"
 
     def _check_open(self) -> None:
         if self._refusal is not None:
@@ -253,7 +252,7 @@ class Mailbox:
     def advance(self, sent: SendRequest) -> bool:
         """Advance a message; whether it is done or has failed."""
         with self._fair_lock:
-            return self._refusal is not None or sent.advance(self._processes)
+            return self._ended_by is not None or sent.advance(self._processes)
 
     def _drained(self) -> bool:
         """Drop what has arrived; whether no message is on its way, in either direction."""

@@ -113,6 +113,12 @@ class MessageChannel(ABC):
     failed: frozenset[int] = frozenset()
     """The ranks that the transport itself has detected as dead."""
 
+    torn: str | None = None
+    """Why no call can follow, if an exception of a signal's handler ended a transfer halfway."""
+
+    kept: object = None
+    """What is to be kept then, as the library may still use it."""
+
     @abstractmethod
     def send(self, buffers: Sequence[Bytes], peer: int) -> Sending:
         """Start to send a message to another rank. Does not wait.

@@ -55,6 +55,8 @@ class _Arriving:
         self._envelope: Buffer | None = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         self._requests = [announced.Irecv(self._envelope)]
         self.buffers: list[Buffer] = []
+        self.posting = False
+        """Whether some receives may be posted that are not noted."""
 
     def advance(self) -> bool:
         """Make progress; whether the message is complete."""
@@ -62,13 +64,14 @@ class _Arriving:
             return False
         if self._envelope is None:
             return True
+        self.posting = True
         self.buffers, unfilled = unpack(self._envelope)
-        self._envelope = None
         self._requests = [
             self._comm.Irecv(part, self.source, _FOLLOWING_TAG)
             for buffer in unfilled
             for part in parts_of(buffer.data)
         ]
+        self._envelope, self.posting = None, False
         return not self._requests or MPI.Request.Testall(self._requests)
 
 
@@ -84,16 +87,21 @@ class MpiMessageChannel(MessageChannel):
     def send(self, buffers: Sequence[Bytes], peer: int) -> Sending:
         """Send the envelope and the following buffers at once; MPI keeps their order."""
         envelope, following = pack(buffers)
+        parts = [part for buffer in following for part in parts_of(buffer)]
         try:
             requests = [self._comm.Isend(envelope, peer, _ENVELOPE_TAG)]
-            requests += [
-                self._comm.Isend(part, peer, _FOLLOWING_TAG)
-                for buffer in following
-                for part in parts_of(buffer)
-            ]
+            requests += [self._comm.Isend(part, peer, _FOLLOWING_TAG) for part in parts]
         except MPI.Exception as error:
             raise failure(peer, error) from error
+        except BaseException:
+            self._tear(envelope, parts)
+            raise
         return MpiSending(requests, peer)
+
+    def _tear(self, *kept: object) -> None:
+        """Note that a transfer has ended in its middle; MPI may use its memory any time."""
+        self.torn = "the mailbox can't go on: an exception has ended a transfer halfway"
+        abandoned.append((self, kept))
 
     def poll(self) -> tuple[int, list[NDArray[np.uint8]]] | None:
         """The first complete message, of sources already announced, then of new ones."""
@@ -107,15 +115,25 @@ class MpiMessageChannel(MessageChannel):
 
     def _probe(self) -> int | None:
         """Start to receive the next envelope of any rank; its source."""
+        matching = False
         try:
+            # An exception after a matched probe loses the message, so that one follows only where
+            # there is one.
+            if not self._comm.Iprobe(MPI.ANY_SOURCE, _ENVELOPE_TAG):
+                return None
+            matching = True
             announced = self._comm.Improbe(MPI.ANY_SOURCE, _ENVELOPE_TAG, self._status)
+            if announced is None:
+                return None
+            arriving = _Arriving(self._comm, announced, self._status)
+            self._queues.setdefault(arriving.source, deque()).append(arriving)
         except MPI.Exception as error:
             self._note_failed(error)
             return None
-        if announced is None:
-            return None
-        arriving = _Arriving(self._comm, announced, self._status)
-        self._queues.setdefault(arriving.source, deque()).append(arriving)
+        except BaseException:
+            if matching:
+                self._tear()
+            raise
         return arriving.source
 
     def _advance(self, source: int) -> bool:
@@ -131,11 +149,17 @@ class MpiMessageChannel(MessageChannel):
             self._broken.add(source)
             self.failed |= {source}
             return False
+        except BaseException:
+            if self._queues[source][0].posting:
+                self._tear()
+            raise
 
     def _take(self, source: int) -> list[Buffer]:
         queue = self._queues[source]
-        buffers = queue.popleft().buffers
-        if not queue:
+        buffers = queue[0].buffers
+        if len(queue) > 1:
+            queue.popleft()
+        else:
             # A new entry goes to the end, so the source's next message waits for other sources.
             del self._queues[source]
         return buffers

@@ -453,6 +453,58 @@ def test_the_others_go_on_when_a_rank_dies(size, tmp_path):
     assert survivors == list(range(size - 1)), ended.stderr
 
 
+TORN = """
+class Interrupted:
+    # MPI's communicator, of which one call is interrupted once it has been made.
+    def __init__(self, comm, call, left):
+        self.comm, self.call, self.left = comm, call, left
+    def __getattr__(self, name):
+        function = getattr(self.comm, name)
+        def call(*arguments):
+            result = function(*arguments)
+            self.left -= name == self.call and result is not None
+            if self.left == 0:
+                self.left = -1
+                raise KeyboardInterrupt
+            return result
+        return call
+
+torn = 0 if CALL == "Isend" else 1
+rows = [np.full(20_000, float(number)) for number in range(4)]
+if rank == torn:
+    box._post._comm = Interrupted(box._post._comm, CALL, 1 if CALL == "Improbe" else 3)
+comm.barrier()
+try:
+    if rank == 0:
+        box.send(1, "first", rows)
+    else:
+        came = box.receive(timeout=2)
+        assert came is None, came.header
+except KeyboardInterrupt:
+    assert rank == torn
+    for call in (lambda: box.send(1 - rank, "later"), lambda: box.receive(timeout=0)):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "the mailbox can't go on: an exception has ended a transfer halfway" in str(error)
+        else:
+            raise AssertionError("no error")
+    box.close()
+else:
+    assert rank != torn
+open(os.path.join(os.environ["MARKS"], str(rank)), "w").close()
+comm.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("call", ["Isend", *slow("Irecv", "Improbe")])
+def test_a_transfer_that_is_interrupted_halfway(call, tmp_path):
+    """Later messages would fill the rest of it: there are none."""
+    ended = run_dying(2, DYING + f"CALL = {call!r}" + TORN, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"], ended.stderr
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_closing_after_thousands_of_messages_that_came_at_once(comm):
