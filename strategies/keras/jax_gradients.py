@@ -34,6 +34,12 @@ def reduce_gradients(
     return [None if each is None else next(reduced) for each in gradients]
 
 
+def maxima(training: Training, arrays: Sequence[Any]) -> list[Any]:
+    """The maxima over the ranks, element by element. Collective when it runs."""
+    call = Call("all_reduce", training.communicator, "max")
+    return list(bind(list(map(jnp.asarray, arrays)), call))
+
+
 def finish(results: Any) -> None:
     """Raise the error of the program that computes them, before a call that others don't make."""
     jax.block_until_ready(results)

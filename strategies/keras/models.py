@@ -14,7 +14,6 @@ from strategies.keras.optimizers import (
     optimizers_of,
     outer_optimizers_of,
     reduce_first,
-    reduce_no_more,
 )
 from strategies.keras.saving import saving_of
 from strategies.keras.state import (
@@ -130,9 +129,6 @@ def reduce_gradients_of(model: Any, training: Training) -> None:
     """Have the model's optimizers reduce gradients."""
     for optimizer in outer_optimizers_of(model):
         reduce_first(optimizer, training)
-    if not training.reduces:
-        for optimizer in optimizers_of(model):
-            reduce_no_more(optimizer)
     permit(optimizers_of(model), training.owner)
 
 

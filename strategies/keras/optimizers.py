@@ -23,6 +23,8 @@ def reduce_first(optimizer: Any, training: Training) -> None:
         if variables is None:
             variables = optimizer._trainable_variables
         reduced = _reduced(training, number, grads, variables)
+        if not training.reduces:
+            _reduce_once(optimizer, variables)
         return kind.apply(optimizer, reduced, trainable_variables)
 
     vars(optimizer)["apply"] = apply
@@ -39,9 +41,14 @@ def reduce_first(optimizer: Any, training: Training) -> None:
         vars(optimizer)["stateless_apply"] = stateless_apply
 
 
-def reduce_no_more(optimizer: Any) -> None:
+def _reduce_once(optimizer: Any, variables: Sequence[Any]) -> None:
     """Have an optimizer of the TensorFlow backend apply gradients that are reduced already."""
+    # A MultiOptimizer of a function finds those within it when it is built.
+    if hasattr(optimizer, "optimizers") and not optimizer.built:
+        optimizer.build(variables)
     vars(optimizer)["_all_reduce_sum_gradients"] = list
+    for each in _inner_optimizers(optimizer):
+        _reduce_once(each, variables)
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -55,8 +62,16 @@ def optimizers_of(model: Any) -> list[Any]:
         for attribute in vars(layer).values()
         for each in _within(attribute)
     }
-    inner = [getattr(each, "inner_optimizer", None) for each in found.values()]
-    return [*found.values(), *(each for each in inner if each is not None)]
+    inner = (each for outer in found.values() for each in _inner_optimizers(outer))
+    return list((found | {id(each): each for each in inner}).values())
+
+
+def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """That of a LossScaleOptimizer, those of a MultiOptimizer, and those within them."""
+    own = getattr(optimizer, "inner_optimizer", None)
+    for each in getattr(optimizer, "optimizers", ()) if own is None else (own,):
+        yield each
+        yield from _inner_optimizers(each)
 
 
 def _within(value: Any) -> Iterator[Any]:
@@ -73,7 +88,7 @@ def _within(value: Any) -> Iterator[Any]:
 def outer_optimizers_of(model: Any) -> list[Any]:
     """The same without those within others, which get gradients that are reduced already."""
     found = optimizers_of(model)
-    inner = {id(getattr(each, "inner_optimizer", None)) for each in found}
+    inner = {id(each) for outer in found for each in _inner_optimizers(outer)}
     return [each for each in found if id(each) not in inner]
 
 
@@ -82,10 +97,23 @@ def _reduced(
 ) -> list[Any]:
     backend = keras.config.backend()
     if backend == "torch":
-        from strategies.keras.torch_gradients import reduce_gradients
+        from strategies.keras.torch_gradients import maxima, reduce_gradients
     elif backend == "tensorflow":
-        from strategies.keras.tensorflow_gradients import reduce_gradients
+        from strategies.keras.tensorflow_gradients import maxima, reduce_gradients
     else:
-        from strategies.keras.jax_gradients import reduce_gradients
-    reduced: list[Any] = reduce_gradients(training, number, list(grads), list(variables))
+        from strategies.keras.jax_gradients import maxima, reduce_gradients
+    # Such as float8's scales, whose gradients are their new values: Keras accumulates maxima.
+    replaced = [
+        index
+        for index, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
+        if gradient is not None and getattr(variable, "overwrite_with_gradient", False)
+    ]
+    others = [index for index in range(len(grads)) if index not in replaced]
+    reduced = list(grads)
+    means = reduce_gradients(
+        training, number, [grads[each] for each in others], [variables[each] for each in others]
+    )
+    largest = maxima(training, [grads[each] for each in replaced]) if replaced else []
+    for index, result in zip([*others, *replaced], [*means, *largest], strict=True):
+        reduced[index] = result
     return reduced

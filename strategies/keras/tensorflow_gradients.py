@@ -54,6 +54,20 @@ def reduce_gradients(
     return reduced
 
 
+def maxima(_training: Training, tensors: Sequence[Any]) -> list[Any]:
+    """The maxima over the replicas, element by element. Collective when it runs."""
+    replica = tf.distribute.get_replica_context()
+    if replica is None:
+        return list(tensors)
+    flat = tf.concat([tf.reshape(tf.cast(each, tf.float32), [-1]) for each in tensors], axis=0)
+    largest = tf.reduce_max(replica.all_gather(flat[None], axis=0), axis=0)
+    parts = tf.split(largest, [each.shape.num_elements() for each in tensors])
+    return [
+        tf.cast(tf.reshape(part, each.shape), each.dtype)
+        for part, each in zip(parts, tensors, strict=True)
+    ]
+
+
 def _sums(replica: Any, gradients: Sequence[Any], of: Hashable) -> list[Any]:
     sums = partial(replica.all_reduce, "SUM")
     if of is None:

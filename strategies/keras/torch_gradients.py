@@ -21,6 +21,9 @@ def reduce_gradients(
 
     A gradient that is None on some ranks counts as zeros there; one that is None on all stays None.
     """
+    gradients = [
+        _own(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)
+    ]
     absent = sum(each is None for each in gradients)
     factor, absent_anywhere = training.exchange(number, training.weight, absent)
     if absent_anywhere:
@@ -34,6 +37,21 @@ def reduce_gradients(
     if present:
         training.mean_into(present, present, number, positions)
     return list(gradients)
+
+
+@untraced_function
+@torch.no_grad()
+def maxima(training: Training, tensors: Sequence[Any]) -> list[Any]:
+    """The maxima over the ranks, element by element. Collective."""
+    results: list[Any] = training.communicator.all_reduce_many(list(tensors), "max")
+    return results
+
+
+def _own(gradient: Any, variable: Any) -> Any:
+    """The gradient in memory that no other one shares, nor the program that computed it."""
+    if gradient is None or gradient is variable.value.grad:
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _filled(

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -1223,7 +1224,64 @@ def convolutions_of_mixed_precision():
     assert_in_step(alone, together, 1e-3)
 
 
+@check
+def values_in_the_place_of_gradients():
+    """Those of float8's statistics are maxima over the batch; those of gradients over its parts."""
+
+    def make(seed):
+        model = dense(seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for each layer without weights
+            model.quantize("float8")
+        return model
+
+    alone, together = compiled(make)
+    for model in (alone, together):
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same_everywhere(weights_of(together).tobytes())
+    largest = [model.layers[0].inputs_amax_history.numpy().max() for model in (alone, together)]
+    assert largest[0] == largest[1] > 1, largest
+
+
 if BACKEND == "torch":
+
+    @check
+    def gradients_in_shared_memory():
+        """One tensor for two variables, and one element for a whole variable."""
+
+        class Shares(keras.Model):
+            def __init__(self):
+                super().__init__()
+                ones = {"initializer": "ones"}
+                self.pair = [self.add_weight(shape=(6, 1), name=name, **ones) for name in "ab"]
+                self.summed = self.add_weight(shape=(4,), name="c", **ones)
+
+            def call(self, x):
+                return x @ (self.pair[0] + self.pair[1]) + keras.ops.sum(self.summed)
+
+            def train_step(self, data):
+                x, y = data
+                loss = keras.ops.mean(keras.ops.square(self(x) - y))
+                variables = self.trainable_variables
+                gradients = torch.autograd.grad(loss, [each.value for each in variables])
+                assert gradients[0] is gradients[1]
+                before = [each.clone() for each in gradients]
+                with torch.no_grad():
+                    self.optimizer.apply(list(gradients), variables)
+                assert all(map(torch.equal, gradients, before))
+                return {"loss": loss.detach()}
+
+        import torch
+
+        def make(seed):
+            model = Shares()
+            model(X)
+            return model
+
+        alone, together = compiled(make)
+        for model in (alone, together):
+            model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        assert_in_step(alone, together)
 
     @check
     def optimizers_in_containers():

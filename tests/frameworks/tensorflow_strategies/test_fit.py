@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -63,6 +64,33 @@ def test_uneven_batches(tf, ds, strategy, equal_on_all):
 def test_clipping_follows_the_reduction(tf, ds, strategy, equal_on_all, clip):
     optimizer = lambda: tf.keras.optimizers.SGD(0.5, **clip)  # noqa: E731
     assert_as_alone(tf, ds, strategy, equal_on_all, optimizer=optimizer)
+
+
+def test_optimizers_within_one(tf, ds, strategy, equal_on_all):
+    """They are known when it is built."""
+
+    def optimizer():
+        found = [tf.keras.optimizers.SGD(rate) for rate in (0.05, 0.01)]
+        return tf.keras.optimizers.MultiOptimizer(lambda variable: found[variable.shape[0] > 3])
+
+    assert_as_alone(tf, ds, strategy, equal_on_all, optimizer=optimizer)
+
+
+def test_values_in_the_place_of_gradients(tf, ds, strategy, equal_on_all):
+    """Those of float8's statistics are maxima over the batch; those of gradients over its parts."""
+    largest = []
+    for each in (strategy, ds.OneDeviceStrategy("/cpu:0")):
+        tf.keras.utils.set_random_seed(5)
+        with each.scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for each layer without weights
+            model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+            model.quantize("float8")
+            model.compile("sgd", "mse")
+        model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
+        largest.append(model.layers[0].inputs_amax_history.numpy().max())
+        if each is strategy:
+            equal_on_all(model.get_weights())
+    assert largest[0] == largest[1] > 1, largest
 
 
 @pytest.mark.slow
