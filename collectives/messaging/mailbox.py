@@ -133,6 +133,10 @@ class Mailbox:
         peer = check_index("peer", peer, self.size)
         return not (peer in self._post.failed or self._processes.died(peer))
 
+    def all_alive(self) -> bool:
+        """False once the process of any rank is known to have died."""
+        return all(map(self.alive, range(self.size)))
+
     @property
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
@@ -142,10 +146,6 @@ class Mailbox:
     def given_back(self) -> bool:
         """Whether `close` has finished."""
         return self._refusal is not None
-
-    def all_alive(self) -> bool:
-        """False once the process of any rank is known to have died."""
-        return all(map(self.alive, range(self.size)))
 
     def present(self, peer: int) -> bool:
         """False once a rank has died, or `receive` has found its mailbox closed: no more follow."""

@@ -59,14 +59,19 @@ def mirror_optimizers(communicator: Communicator, optimizers: Sequence[Any]) -> 
         if given is None:
             state.pop(parameter, None)
         else:
-            state[parameter] = _unpacked(given, state.get(parameter), parameter)
+            own = _unpacked(given, state.get(parameter), parameter.device)
+            state[parameter] = laid_out_as(parameter, own)
 
 
 def laid_out_as(parameter: Any, value: Any) -> Any:
-    """A tensor of the parameter's shape in the parameter's strides; other values as they are.
+    """The state with tensors of the parameter's shape in its strides; the rest as it is.
 
     The CPU kernels of torch's fused optimizers take both by their order in memory.
     """
+    if type(value) is dict:
+        return {key: laid_out_as(parameter, each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(laid_out_as(parameter, each) for each in value)
     fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     if not fits or value.layout is not torch.strided or value.stride() == parameter.stride():
         return value
@@ -105,7 +110,7 @@ def _packed(value: Any) -> Any:
     return _Other()
 
 
-def _unpacked(value: Any, own: Any, parameter: Any) -> Any:
+def _unpacked(value: Any, own: Any, device: Any) -> Any:
     """The chief's value; `own` is this rank's, which counts for objects of a rank's own."""
     if isinstance(value, _Other):
         return own
@@ -116,16 +121,15 @@ def _unpacked(value: Any, own: Any, parameter: Any) -> Any:
             if value.content
             else empty
         )
-        content = content.reshape(value.shape).to("cpu" if value.on_cpu else parameter.device)
-        return laid_out_as(parameter, content)
+        return content.reshape(value.shape).to("cpu" if value.on_cpu else device)
     if isinstance(value, dict):
         was = own if isinstance(own, dict) else {}
         kept = {key: each for key, each in was.items() if not isinstance(key, str)}
-        return kept | {key: _unpacked(each, was.get(key), parameter) for key, each in value.items()}
+        return kept | {key: _unpacked(each, was.get(key), device) for key, each in value.items()}
     if isinstance(value, list | tuple):
         alike = type(own) is type(value) and len(own) == len(value)
         pairs = zip(value, own if alike else [None] * len(value), strict=True)
-        return type(value)(_unpacked(*each, parameter) for each in pairs)
+        return type(value)(_unpacked(*each, device) for each in pairs)
     return value
 
 

@@ -131,14 +131,18 @@ class TorchState:
         state = _state(tensors)
         if isinstance(self.owner, torch.nn.Module):
             state = _with_versions(self.owner, state)
-        for name in _added(self.owner):
-            state.pop(name, None)
+        else:
+            for name in _added(self.owner):
+                state.pop(name, None)
         # An enabled GradScaler refuses an empty state, which is that of a disabled one.
         if state or isinstance(self.owner, torch.nn.Module):
             self.owner.load_state_dict(state)
         if isinstance(self.owner, torch.optim.Optimizer):
-            for parameter, values in self.owner.state.items():
-                values.update({key: laid_out_as(parameter, each) for key, each in values.items()})
+            # A state may also have keys that are no parameters.
+            for parameter in parameters_of(self.owner):
+                if parameter in self.owner.state:
+                    own = self.owner.state[parameter]
+                    self.owner.state[parameter] = laid_out_as(parameter, own)
         if self.strategy is not None:
             self.strategy.restored(self._parameters())
 
@@ -160,7 +164,8 @@ def _added(owner: Any) -> dict[str, Any]:
 
 
 def _modules(owner: Any) -> Iterator[tuple[str, Any]]:
-    return owner.named_modules(remove_duplicate=False)  # type: ignore[no-any-return]  # of any owner
+    found: Iterator[tuple[str, Any]] = owner.named_modules(remove_duplicate=False)
+    return found
 
 
 def _with_versions(owner: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -185,8 +185,10 @@ def test_a_restored_fused_optimizer_steps_as_before(torch, comm, folder):
 
     first, second = made(), made()
     step(first)
+    first["optimizer"].state["of no parameter"] = 3
     path = strategies.Checkpoint(**first).save(folder / "state")
     strategies.Checkpoint(**second).restore(path)
+    assert second["optimizer"].state["of no parameter"] == 3
     for named in (first, second):
         step(named)
     same(torch, first["model"].state_dict(), second["model"].state_dict())
