@@ -281,6 +281,7 @@ LAZY = {
         "strategies/tensorflow/served.py",
         "strategies/tensorflow/statistics.py",
         "strategies/tensorflow/strategy.py",
+        "strategies/tensorflow/traces.py",
         "strategies/tensorflow/variables.py",
         "strategies/tensorflow/horovod/batch_normalization.py",
         "strategies/tensorflow/horovod/calls.py",

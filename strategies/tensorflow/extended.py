@@ -147,23 +147,22 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         return distribute_lib.StrategyExtendedV2._local_results(self, value)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        self.compare_keys(value)
+        self.compare_keys("reduce", value)
         leaves = tf.nest.flatten(value)
         return tf.nest.pack_sequence_as(value, self._reduce_all(reduce_op, leaves, options))
 
     def check_all_reduce(self, reduce_op: Any, value: Any, options: Any) -> None:
         """Raise the error of one rank's arguments on all ranks, before TensorFlow does on one."""
-        if not self.is_alone:
-            with PropagatedErrors(self.operations.communicator, "all_reduce"):
-                op_of(reduce_op)
-                _options(options)
-            self.compare_keys(value)
+        with PropagatedErrors(self.operations.communicator, "all_reduce"):
+            op_of(reduce_op)
+            _options(options)
+        self.compare_keys("all_reduce", value)
 
-    def compare_keys(self, value: Any) -> None:
+    def compare_keys(self, call: str, value: Any) -> None:
         """A MismatchError on every rank where the nests' keys differ, which no tensor shows."""
         text = structure(value)
         if "{" in text and not self.is_alone:
-            self.operations.compare(f"reduce of {text}")
+            self.operations.compare(f"{call} of {text}")
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
         if not self.is_alone:

@@ -81,12 +81,13 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     # The rest each rank does with its own part.
     split = {_POLICIES.DATA: [dataset], _POLICIES.FILE: split_of(dataset)}
     orders = orders_of(split.get(policy, []))
-    every = communicator.all_gather_object((own, orders))
+    every = communicator.all_gather_object((own, made._enable_get_next_as_optional, orders))
+    counts, optional, all_orders = zip(*every, strict=True)
     if communicator.rank == 0:
-        warn_of_orders([each for _, each in every])
-    counts = [count for count, _ in every]
-    if counts[0] >= 0 and len(set(counts)) == 1:
-        made._enable_get_next_as_optional = False
+        warn_of_orders(all_orders)
+    counted = counts[0] >= 0 and len(set(counts)) == 1
+    # One rank's own dataset may have no end.
+    made._enable_get_next_as_optional = any(optional) and not counted
     return made
 
 

@@ -153,9 +153,6 @@ class LocalExtended(CollectiveExtended):
         empty = self.empty_batches.is_empty()
         return [_without_nan(local_value(value), empty) for value, _ in pairs]
 
-    def check_all_reduce(self, reduce_op: Any, value: Any, options: Any) -> None:
-        """Nothing: within `run` a reduction is the replica's own."""
-
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:

@@ -16,14 +16,16 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from strategies.tensorflow.failures import OPERATION, carried, install
+from strategies.tensorflow import failures, traces
+from strategies.tensorflow.failures import OPERATION, carried
 
 
 class ProgramOrder:
     """Calls that run one after the other."""
 
     def __init__(self) -> None:
-        install()
+        failures.install()
+        traces.install()
         with tf.init_scope(), tf.device("/cpu:0"):
             self._token = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_token")
 

@@ -16,8 +16,15 @@ class ReplicaContext(distribute_lib.ReplicaContext):
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """As TensorFlow's, of arguments that the ranks check, and nests whose keys they compare."""
-        self._strategy.extended.check_all_reduce(reduce_op, value, options)
+        if self.num_replicas_in_sync > 1:
+            self._strategy.extended.check_all_reduce(reduce_op, value, options)
         return super().all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: Any, options: Any = None) -> Any:
+        """As TensorFlow's, of nests whose keys the ranks compare."""
+        if self.num_replicas_in_sync > 1:
+            self._strategy.extended.compare_keys("all_gather", value)
+        return super().all_gather(value, axis, options)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
 
 from collectives import Communicator
 from collectives.compression import CompressedReducer
@@ -16,6 +17,7 @@ from strategies.base.strategy import Strategy as ArrayStrategy
 from strategies.core.same_error import call_on_first
 from strategies.tensorflow import saving
 from strategies.tensorflow.extended import CollectiveExtended
+from strategies.tensorflow.operations import op_of
 from strategies.tensorflow.seeds import agree_on_seed
 
 
@@ -98,6 +100,7 @@ class Strategy(tf.distribute.Strategy):
 
     def synchronize(self) -> None:
         """Make the variables of all ranks equal; here they are. Collective."""
+        return  # AutoGraph warns of functions without a statement.
 
     @property
     def compresses(self) -> bool:
@@ -117,11 +120,21 @@ class Strategy(tf.distribute.Strategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """As of `tf.distribute.Strategy`. One rank's wrong op or axis is an error on every rank."""
         extended = self.extended
-        if not extended.is_alone:
-            leaves = [self.experimental_local_results(each)[0] for each in tf.nest.flatten(value)]
+        leaves = [self.experimental_local_results(each)[0] for each in tf.nest.flatten(value)]
+        if axis is not None or not extended.is_alone:
             ranks = [getattr(getattr(each, "shape", None), "rank", None) for each in leaves]
             extended.operations.compare_reduction(reduce_op, ranks, axis)
-        return super().reduce(reduce_op, value, axis)
+        if axis is None:
+            return super().reduce(reduce_op, value, axis)
+        # TensorFlow calls `run` here, which some strategies count as a step.
+        distribute_lib._require_cross_replica_or_default_context_extended(extended)
+        local, total = self.experimental_local_results(value)[0], tf.distribute.ReduceOp.SUM
+        own = tf.reduce_sum(local, axis)
+        if op_of(reduce_op) is total:
+            return extended._reduce(total, own)
+        rows = [tf.shape(local, tf.int64)[each] for each in tf.nest.flatten(axis)]
+        summed, count = extended._reduce(total, [own, tf.reduce_prod(rows)])
+        return tf.math.truediv(summed, tf.cast(count, summed.dtype))
 
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None

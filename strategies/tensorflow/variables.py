@@ -134,7 +134,8 @@ class LocalVariable(_Readable, values.SyncOnReadVariable):
     def value(self) -> Any:
         """The aggregate outside of run, and this rank's value inside and in a SavedModel."""
         first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-        if first and not values_util.is_saving_non_distributed():
+        updated = values_util.in_replica_update_context()
+        if first and not updated and not values_util.is_saving_non_distributed():
             with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
                 if tf.distribute.in_cross_replica_context():
                     return self._get_cross_replica()

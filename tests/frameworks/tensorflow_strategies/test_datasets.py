@@ -333,6 +333,18 @@ def test_files_of_an_asserted_cardinality(tf, strategy, comm, folder):
     assert whole == [10 * n + row for n in range(comm.size) for row in range(2 + 4 * n)]
 
 
+def test_one_ranks_own_dataset_has_no_end(tf, strategy, comm):
+    """With OFF each rank reads its own: the others' end is the end of all that have rows."""
+    off = tf.data.experimental.AutoShardPolicy.OFF
+    own = tf.data.Dataset.from_tensors([comm.rank] * comm.size)
+    own = with_policy(tf, own.repeat(None if comm.rank else 1), off)
+    batches = iter(strategy.experimental_distribute_dataset(own))
+    steps = comm.size + 2
+    local = [strategy.experimental_local_results(next(batches))[0] for _ in range(steps)]
+    expected = [[comm.rank]] * (steps if comm.rank else comm.size)
+    assert [each.numpy().tolist() for each in local if each.shape[0]] == expected
+
+
 def test_errors_of_one_rank(tf, strategy, comm, folder):
     """Too few files for FILE, and a function that fails on one rank: the same error on all."""
     name = str(folder / "only.txt")

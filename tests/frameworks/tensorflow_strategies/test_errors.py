@@ -46,6 +46,10 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         replica = tf.distribute.get_replica_context
         return strategy.run(lambda: replica().all_reduce(op, value, options))
 
+    def gathered(value):
+        replica = tf.distribute.get_replica_context
+        return strategy.run(lambda: replica().all_gather(value, 0))
+
     def shift():
         (first.assign_sub if odd else first.assign_add)(ones)
 
@@ -106,7 +110,8 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         r"reduce of \{'a': \*\}": lambda: strategy.reduce(
             "SUM", {} if odd else {"a": tf.IndexedSlices(ones, tf.range(3))}, axis=None
         ),
-        r"reduce of \{'c': \*\}": lambda: reduced(value={"c" if odd else "a": ones}),
+        r"all_reduce of \{'c': \*\}": lambda: reduced(value={"c" if odd else "a": ones}),
+        r"all_gather of \{'c': \*\}": lambda: gathered({"c" if odd else "a": ones}),
         "reduce over the axis 1": lambda: strategy.reduce("SUM", square, axis=int(odd)),
         "over the axis 0": tf.function(lambda: strategy.reduce("MEAN", square, axis=int(odd))),
         "axis=<tf.Tensor.*must be of int": lambda: strategy.reduce(

@@ -46,3 +46,19 @@ def test_independent_reductions(tf, strategy, comm):
         results, count = many(x)
         np.testing.assert_array_equal(results, [total * each for each in factors])
         assert float(count) == 3 * total
+
+
+def test_one_function_of_two_strategies(tf, ds, strategy, comm):
+    """Each strategy's calls execute its own collectives, whichever traced the function first."""
+    alone = ds.OneDeviceStrategy("/cpu:0")
+    x, total = tf.constant(comm.rank + 1.0), comm.size * (comm.size + 1) / 2
+
+    def add():
+        return tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+    for first, then in [(strategy, alone), (alone, strategy)]:
+        function = tf.function(add)
+        got = {each: float(each.run(function)) for each in (first, then, first)}
+        assert got == {strategy: total, alone: comm.rank + 1.0}
+        assert float(function()) == comm.rank + 1.0
+        assert function.experimental_get_tracing_count() == 3

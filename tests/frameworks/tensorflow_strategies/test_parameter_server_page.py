@@ -143,7 +143,10 @@ def runs(tf, strategy):
     result = strategy.run(replica_fn, args=(tensor_input,))
     assert float(result) == 6.0
     assert float(strategy.reduce("SUM", result, axis=None)) == 6.0
+    steps = strategy.extended.exchange._steps
+    before = steps._last
     assert float(strategy.reduce("MEAN", tf.constant([1.0, 2.0]), axis=0)) == 1.5
+    assert steps._last == before
 
     @tf.function
     def run():

@@ -24,9 +24,10 @@ def test_reductions(tf, strategy, comm, call):
             strategy.gather(own[1], axis=0),
             strategy.reduce("SUM", tf.range(comm.rank + 2), axis=0),
             strategy.reduce("MEAN", tf.range(comm.rank, dtype=tf.float32), axis=0),
+            strategy.reduce("MEAN", tf.fill([comm.rank + 1, 2, 3], comm.rank), axis=(0, -1)),
         )
 
-    *results, uneven, empty = [each.numpy() for each in reduced()]
+    *results, uneven, empty, pairs = [each.numpy() for each in reduced()]
     np.testing.assert_array_equal(results[0], [total, total])
     np.testing.assert_allclose(results[1], [total / size] * 2)
     assert results[2] == total / size
@@ -35,6 +36,8 @@ def test_reductions(tf, strategy, comm, call):
     assert uneven == sum(sum(range(rank + 2)) for rank in range(size))
     values = [value for rank in range(size) for value in range(rank)]
     np.testing.assert_allclose(empty, np.mean(values))
+    weighted = sum(rank * (rank + 1) for rank in range(size)) / total
+    np.testing.assert_array_equal(pairs, np.full(2, weighted))
 
 
 def test_results_that_are_kept_stay_as_they_are(tf, strategy, comm, call):
@@ -238,6 +241,11 @@ def test_variables_aggregated_when_read(tf, strategy, comm, call):
     np.testing.assert_allclose([float(each) for each in made], expected)
     read = call(lambda: [each.value() for each in made])()
     np.testing.assert_allclose(read, expected)
+    with strategy.scope():
+        weight = tf.Variable(0.0)
+    own = [0.0]
+    strategy.extended.update(weight, lambda _: own.append(float(made[2].value())))
+    assert own[1] == comm.rank + 2.0
     made[0].assign(6.0)
     assert float(strategy.run(made[0].read_value)) == 6.0 / comm.size
     with pytest.raises(ValueError, match="assign_add"):
