@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.tensors import from_torch, is_lazy
+from collectives.arrays.tensors import from_torch, has_memory, is_lazy
 from collectives.caching import LRU
 from collectives.cuda.interface import is_torch
 from collectives.reductions.reduction import Array
@@ -101,5 +101,7 @@ def _array_over(tensor: Any) -> Array:
     # `array` holds the tensor: a copy of it that does not is kept.
     if not array.nbytes:
         return np.empty(array.shape, array.dtype)
+    if not has_memory(tensor):
+        raise TypeError("the array is of another tensor's memory")
     memory = (ctypes.c_char * array.nbytes).from_address(tensor.data_ptr())
     return np.ndarray(array.shape, array.dtype, memoryview(memory))

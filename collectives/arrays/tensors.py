@@ -44,6 +44,8 @@ class _Memory:
 def from_torch(tensor: Any, argument: str) -> Array:
     """A tensor as a NumPy array; shares its memory unless it is lazily conjugated or negated.
 
+    The result of one of torch's functional collectives is awaited.
+
     Raises TypeError for a tensor on another device than the CPU, or without memory that holds its
     elements: sparse, nested, quantized, or of a class that stores them elsewhere.
     """
@@ -61,19 +63,30 @@ def from_torch(tensor: Any, argument: str) -> Array:
             f"{argument} is a tensor of {tensor.dtype} and {tensor.layout}"
             f"{', nested' if tensor.is_nested else ''}: NumPy has no equivalent"
         )
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = awaited(tensor).detach().resolve_conj().resolve_neg()
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), dtype)
-    address = tensor.data_ptr()
-    if not address:
+    if not has_memory(tensor):
         raise TypeError(
             f"{argument} is a {type(tensor).__name__}, which has no memory of its own: give the"
             " tensor that it wraps, such as `to_local()` of a DTensor"
         )
     known = dtype.name not in _SMALL_FLOATS
     kind = dtype.str if known else f"|V{dtype.itemsize}"
-    array: Array = np.asarray(_Memory(tensor, address, dtype.itemsize, kind))
+    array: Array = np.asarray(_Memory(tensor, tensor.data_ptr(), dtype.itemsize, kind))
     return array if known else array.view(dtype)
+
+
+def has_memory(tensor: Any) -> bool:
+    """Whether a tensor with elements holds them; those of classes that wrap others don't."""
+    # Their addresses are offsets from 0.
+    return bool(tensor.data_ptr() != tensor.storage_offset() * tensor.element_size())
+
+
+def awaited(tensor: Any) -> Any:
+    """The tensor that an AsyncCollectiveTensor wraps, once it is complete; others as they are."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
 
 
 def is_lazy(tensor: Any) -> bool:

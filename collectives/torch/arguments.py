@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from collectives.arrays.tensors import awaited
+
 
 def as_list(tensors: Any) -> Any:
     """A tensor alone stands for a list of one."""
@@ -18,6 +20,16 @@ def as_list(tensors: Any) -> Any:
 def as_lists(tensors: Any) -> Any:
     """A list of tensors stands for a list of one list."""
     return [tensors] if len(tensors) and isinstance(tensors[0], torch.Tensor) else tensors
+
+
+def complete(arguments: Any) -> Any:
+    """The arguments, in lists too, with those awaited that functional collectives have returned.
+
+    For the thread of the caller: where two threads await one, the second may go on too early.
+    """
+    if isinstance(arguments, list | tuple):
+        return [complete(each) for each in arguments]
+    return awaited(arguments) if isinstance(arguments, torch.Tensor) else arguments
 
 
 def options_of(kind: Any, *given: Any) -> Any:

@@ -156,6 +156,12 @@ class CallQueue:
         if thread is not None:
             thread.join()
 
+    def await_running(self, seconds: float) -> None:
+        """Wait until a call that another thread makes has ended, no longer than that."""
+        lock = self.scope.lock
+        if lock.acquire(timeout=seconds):
+            lock.release()
+
     def _serve(self) -> None:
         end_sleeps_in_time()
         # No reference to a job remains while the thread waits for the next.

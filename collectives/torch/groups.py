@@ -41,7 +41,9 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     """
     if not options.global_ranks_in_group:
         seconds = options.timeout.total_seconds()
-        start_through(options.store, options.group_rank, options.group_size, seconds)
+        mpi = start_through(options.store, options.group_rank, options.group_size, seconds)
+        # Before `world`, which judges the environment by itself.
+        _refuse_world_of_one(options, mpi.COMM_WORLD.size)
         worlds = _created[""] + 1
         _created.clear()
         _created[""] = worlds
@@ -90,13 +92,18 @@ def _on_gpus(comm: Communicator, asynchronous: bool) -> Iterator[None]:
         yield
 
 
+def _refuse_world_of_one(options: Any, actual: int) -> None:
+    if actual == 1 < options.group_size:
+        raise LaunchError(
+            f"rank={options.group_rank}, world_size={options.group_size}: MPI was initialized"
+            " before as a world of one, by collectives.world() or mpi4py.MPI. Call"
+            " init_process_group first. Lightning initializes MPI where it starts its ranks"
+            " itself: give its Trainer plugins=[LightningEnvironment()]"
+        )
+
+
 def _check_world(options: Any, whole: Communicator) -> None:
     given, actual = (options.group_rank, options.group_size), (whole.rank, whole.size)
-    if actual[1] == 1 < given[1]:
-        raise LaunchError(
-            f"rank={given[0]}, world_size={given[1]}: MPI was initialized before as a world of one,"
-            " by collectives.world() or mpi4py.MPI. Call init_process_group first"
-        )
     if given != actual:
         raise ValueError(
             f"rank={given[0]}, world_size={given[1]}: mpirun started this process as rank"

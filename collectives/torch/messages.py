@@ -130,8 +130,9 @@ class MessageWork(PendingWork):
         """Wait until the tensor may be read, or changed if it was sent.
 
         Raises DeadlineExceededError after the timeout, or the group's, RankFailedError soon after
-        the other rank has closed the group or ended its program, and ShapeMismatchError for a
-        message of another length. A receive ends with any of them.
+        the other rank has closed the group or ended its program, UnusableError where another thread
+        aborts the group, and ShapeMismatchError for a message of another length. A receive ends
+        with any of them.
         """
         seconds = timeout.total_seconds() if timeout else 0
         deadline = seconds if seconds > 0 else self._messages.deadline
@@ -145,14 +146,16 @@ class MessageWork(PendingWork):
             error.args = (f"{limit} for {self._name} operation to complete: {error}",)
             if self._ends_by(error):
                 raise
-        except RankFailedError as error:
+        except (RankFailedError, UnusableError) as error:
             if self._ends_by(error):
                 raise
         return super().wait()
 
     def _check_peer(self) -> None:
-        """RankFailedError where the message won't move any more."""
+        """RankFailedError or UnusableError where the message won't move any more."""
         self._messages.policy.check_alive()
+        if self._messages.aborted:
+            raise UnusableError(f"{self._name}: the group was aborted")
         if not self._messages.members.have_ended(self._peer):
             return
         # It has waited for what it sent, but the end of a message may be on its way.
@@ -193,6 +196,7 @@ class Messages:
         self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
         self.deadline = policy.deadline
         """The group's; that of the policy may be one of a call that is being made."""
+        self.aborted = False
         self._size = mpi_comm.size
         self._tags = 1 + mpi_comm.Get_attr(self.mpi.TAG_UB)
         self.members = members

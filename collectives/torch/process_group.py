@@ -19,7 +19,14 @@ from torch.profiler import record_function
 
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, split
+from collectives.torch.arguments import (
+    as_list,
+    as_lists,
+    complete,
+    divides_alike,
+    options_of,
+    split,
+)
 from collectives.torch.call_queue import CallQueue, reword
 from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
@@ -71,6 +78,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
             if not (later or self._queue.pending or gpus):
                 self._perform(seconds, call, *arguments)
                 return done(outputs)
+            arguments = complete(arguments)
             action = partial(self._perform, seconds, call, *arguments)
             if gpus:
                 work = self._queue.submit_on_gpu(outputs, name, action, arguments, gpus, later)
@@ -135,8 +143,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather inputs[i] of rank r in outputs[r][i]."""
         opts = options_of(_c10d.AllgatherOptions, opts)
-        by_tensor = list(zip(*outputs, strict=True))
-        call = self._calls.all_gather
+        by_tensor, call = list(zip(*outputs, strict=True)), self._calls.all_gather
         return self._run(opts, "allgather_coalesced", outputs, call, by_tensor, inputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
@@ -289,11 +296,12 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
             self._messages.close()
 
     def abort(self) -> None:
-        """As `shutdown`, but the deadline of pending calls without one of their own is over."""
-        before = self._messages.deadline
+        """As `shutdown`, but calls without a deadline of their own, and messages, end first."""
+        before, self._messages.aborted = self._messages.deadline, True
         self.set_timeout(timedelta(milliseconds=1))
         try:
             self._make_pending()
+            self._queue.await_running(_SHUTDOWN_SECONDS)
         finally:
             self._comm.deadline = self._messages.deadline = before
         self.shutdown()

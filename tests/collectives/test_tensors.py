@@ -197,8 +197,8 @@ class Wrapper(torch.Tensor):
         return args[0]
 
 
-def wrapper():
-    return torch.Tensor._make_wrapper_subclass(Wrapper, (3,), dtype=torch.float32)
+def wrapper(offset=0):
+    return torch.Tensor._make_wrapper_subclass(Wrapper, (3,), (1,), offset, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,7 @@ def wrapper():
         (lambda: torch.ones(3).to(torch.complex32), r"array is a tensor of torch.complex32 and"),
         (lambda: torch.nested.nested_tensor([torch.ones(3)]), r"array is a tensor of .*, nested"),
         (wrapper, r"array is a Wrapper, which has no memory of its own: .*`to_local\(\)`"),
+        (lambda: wrapper(2), r"array is a Wrapper, which has no memory of its own"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested")

@@ -656,6 +656,35 @@ def test_a_mesh_and_functional_collectives(torch, dist, comm):
     assert wait_tensor(joined).tolist() == list(range(comm.size))
 
 
+@BOTH
+def test_results_of_functional_collectives(torch, dist, comm, later):
+    """They are awaited by the calls that are given them, those of another group as well."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    group, total = dist.new_group(), comm.size * (comm.size + 1) / 2
+
+    def pending():
+        made = all_reduce(torch.full((comm.size,), comm.rank + 1.0), "sum", dist.group.WORLD)
+        assert isinstance(made, AsyncCollectiveTensor)
+        return made
+
+    reduced = pending()
+    call(dist.all_reduce, reduced, group=group, later=later)
+    assert reduced.tolist() == [total * comm.size] * comm.size
+    rows = [torch.zeros(comm.size) for _ in range(comm.size)]
+    call(dist.all_gather, rows, pending(), later=later)
+    assert torch.stack(rows).tolist() == [[total] * comm.size] * comm.size
+    lengths, moved = [1] * comm.size, torch.zeros(comm.size)
+    call(dist.all_to_all_single, moved, pending(), lengths, lengths, later=later)
+    assert moved.tolist() == [total] * comm.size
+    to, from_, got = (comm.rank + 1) % comm.size, comm.rank - 1, torch.zeros(comm.size)
+    sent = dist.isend(pending(), to)
+    dist.recv(got, from_ % comm.size)
+    sent.wait()
+    assert got.tolist() == moved.tolist()
+    dist.destroy_process_group(group)
+
+
 def test_a_group_of_gloo_beside(torch, dist, comm):
     """Its ranks find each other through the same store."""
     group = dist.new_group(backend="gloo")

@@ -134,6 +134,30 @@ def test_a_group_is_destroyed_after_the_store_of_rank_0(launch):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_abort_ends_what_other_threads_wait_for(launch):
+    program = (
+        "import threading, collectives, collectives.torch, torch, torch.distributed as dist\n"
+        "from collectives.torch import process_group\n"
+        "process_group._SHUTDOWN_SECONDS = 5.0\n"
+        "dist.init_process_group('collectives')\n"
+        "one, errors = torch.ones(2), []\n"
+        "def note(call):\n"
+        "    try: call()\n"
+        "    except Exception as error: errors.append(type(error).__name__)\n"
+        "if dist.get_rank() == 0:\n"
+        "    calls = [lambda: dist.all_reduce(one), lambda: dist.recv(one, 1)]\n"
+        "    threads = [threading.Thread(target=note, args=[call]) for call in calls]\n"
+        "    for each in threads: each.start()\n"
+        "    for each in threads: each.join(1)\n"
+        "    dist.group.WORLD.abort()\n"
+        "    for each in threads: each.join(5)\n"
+        "    assert sorted(errors) == ['DeadlineExceededError', 'UnusableError'], errors\n"
+        "collectives.world().barrier()\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=100)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_mpi_for_a_single_thread_is_refused():
     program = (
         "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n"
@@ -143,6 +167,20 @@ def test_mpi_for_a_single_thread_is_refused():
         "else: raise AssertionError('no error')\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+def test_mpi_that_is_a_world_of_one_is_refused():
+    """As Lightning starts it, before the environment has a rank."""
+    program = (
+        "from mpi4py import MPI\n"
+        "import collectives, collectives.torch, torch.distributed as dist\n"
+        "store = dist.HashStore()\n"
+        "try: dist.init_process_group('collectives', store=store, rank=0, world_size=2)\n"
+        "except collectives.LaunchError as error: assert 'LightningEnv' in str(error), error\n"
+        "else: raise AssertionError('no error')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
 
 
