@@ -22,13 +22,13 @@ def as_lists(tensors: Any) -> Any:
     return [tensors] if len(tensors) and isinstance(tensors[0], torch.Tensor) else tensors
 
 
-def complete(arguments: Any) -> Any:
+def settled(arguments: Any) -> Any:
     """The arguments, in lists too, with those awaited that functional collectives have returned.
 
     For the thread of the caller: where two threads await one, the second may go on too early.
     """
     if isinstance(arguments, list | tuple):
-        return [complete(each) for each in arguments]
+        return [settled(each) for each in arguments]
     return awaited(arguments) if isinstance(arguments, torch.Tensor) else arguments
 
 

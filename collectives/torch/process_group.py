@@ -19,14 +19,7 @@ from torch.profiler import record_function
 
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.torch.arguments import (
-    as_list,
-    as_lists,
-    complete,
-    divides_alike,
-    options_of,
-    split,
-)
+from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, settled, split
 from collectives.torch.call_queue import CallQueue, reword
 from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
@@ -78,7 +71,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
             if not (later or self._queue.pending or gpus):
                 self._perform(seconds, call, *arguments)
                 return done(outputs)
-            arguments = complete(arguments)
+            arguments = settled(arguments)
             action = partial(self._perform, seconds, call, *arguments)
             if gpus:
                 work = self._queue.submit_on_gpu(outputs, name, action, arguments, gpus, later)
