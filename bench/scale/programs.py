@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from collectives import algorithms
 from collectives.schedules.schedule import Ranks, Reduce, Round, Schedule, Send, Step
+from collectives.schedules.spec import spec_of
 
 _ALL_TESTED = 2048
 _SAMPLE = 64
@@ -65,6 +66,7 @@ class Program:
 
     simulated: int
     chunks: int
+    """Of one buffer."""
     kinds: tuple[tuple[Turn, ...], ...]
     runs: tuple[tuple[int, int], ...]
     """(kind, number of rounds)."""
@@ -107,7 +109,7 @@ def program_of(
     """
     found = algorithms.find(collective, name)
     schedule = lifted(found.schedule, ranks_per_node) if across else found.schedule
-    chunks = found.chunks(size // ranks_per_node if across else size)
+    chunks = found.chunks(size // ranks_per_node if across else size) // spec_of(collective).buffers
     folded = fold(schedule, size, ranks_per_node, chunks)
     return expand(schedule, size, ranks_per_node, chunks) if folded is None else folded
 

@@ -17,6 +17,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.analysis.traffic import Indices, Messages, messages
 from collectives.schedules.schedule import Round, split_lengths
+from collectives.schedules.spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,8 @@ def sized_rounds(
         raise ValueError(f"nbytes={nbytes}: must not be negative")
     found = algorithms.find(collective, algorithm)
     chunks = found.chunks(size)
-    # The buffer of all_to_all is cut into chunks once for each direction.
-    both = collective == "all_to_all"
-    lengths = np.tile(split_lengths(nbytes, size), 2) if both else split_lengths(nbytes, chunks)
+    buffers = spec_of(collective).buffers
+    lengths = np.tile(split_lengths(nbytes, chunks // buffers), buffers)
     # Twice, because a run of chunks is cyclic.
     offsets = np.concatenate([[0], np.cumsum(np.tile(lengths, 2))])
 

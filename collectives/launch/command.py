@@ -36,6 +36,8 @@ def main(
     _open_standard_streams()
     parser = _parser(module)
     options = parser.parse_args(arguments)
+    # argparse leaves it there.
+    del options.program[: options.program[:1] == ["--"]]
     if not options.program:
         parser.error("which program?")
     if not options.as_module and not Path(options.program[0]).exists():

@@ -101,7 +101,7 @@ def _is_local_socket(descriptor: int) -> bool:
     try:
         with closing(socket.socket(fileno=os.dup(descriptor))) as copy:
             return copy.family == socket.AF_UNIX
-    except OSError:
+    except (OSError, OverflowError):
         return False
 
 

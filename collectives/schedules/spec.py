@@ -36,7 +36,7 @@ class Spec:
 
     `block` gives the block of data that a chunk belongs to. All ranks use the same length for a
     block, so a message must join chunks of the same block. `chunks` is None where the algorithm
-    decides the number of chunks.
+    decides the number of chunks. They divide `buffers` buffers of equal length.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Spec:
     after: Condition
     block: Condition = lambda rank, chunk, size: chunk
     chunks: Callable[[int], int] | None = None
+    buffers: int = 1
     reduces: bool = False
     rooted: bool = False
 
@@ -78,6 +79,7 @@ SPECS = {
             after=lambda rank, chunk, size: np.where((chunk == 1) & (rank > 0), BELOW, ANYTHING),
             block=lambda rank, chunk, size: 0 * (rank + chunk),
             chunks=lambda size: 2,
+            buffers=2,
             reduces=True,
         ),
         Spec(
@@ -122,6 +124,7 @@ SPECS = {
                 chunk < size, rank * size + chunk, (chunk - size) * size + rank
             ),
             chunks=lambda size: 2 * size,
+            buffers=2,
         ),
     )
 }

@@ -97,20 +97,15 @@ def validate_for_parameter_servers(config: TFConfig) -> None:
 
 
 def validate_for_train_and_evaluate(config: TFConfig) -> None:
-    """Raise ValueError where `tf.estimator.train_and_evaluate` would refuse this configuration.
+    """Raise ValueError where `train_and_evaluate` can't work with this configuration.
 
-    It wants exactly one chief, or one master (its older name) without an evaluator.
+    As `tf.estimator.train_and_evaluate`, it wants exactly one chief.
     """
-    _validate_for("train_and_evaluate", ("chief", "master", "worker", "ps", "evaluator"), config)
-    jobs = config.cluster.as_dict() if config.cluster else {}
-    leaders = [f"{job} at {at}" for job in ("chief", "master") for at in jobs.get(job, ())]
-    if jobs and len(leaders) != 1:
+    _validate_for("train_and_evaluate", ("chief", "worker", "ps", "evaluator"), config)
+    if config.cluster and not config.cluster.as_dict().get("chief"):
         raise ValueError(
-            "exactly one task of job 'chief' (or 'master') is needed, which saves the checkpoints;"
-            f" the cluster has {shown(leaders)}"
+            "a task of job 'chief' is needed, which saves the checkpoints; the cluster has none"
         )
-    if jobs.get("master") and "evaluator" in (*jobs, config.task_type):
-        raise ValueError("job 'evaluator' can't be used with 'master'; it can with 'chief'")
 
 
 def _validate_for(strategy: str, jobs: tuple[str, ...], config: TFConfig) -> None:

@@ -100,6 +100,14 @@ def test_most_rounds_of_a_ring_are_skipped(monkeypatch):
     assert 0 < len(started) < 2 * 4095 * network.ranks_per_node / 10
 
 
+def test_a_message_of_an_exscan_is_a_whole_buffer():
+    """Its chunks are those of two buffers; between two ranks it is the message of a broadcast."""
+    programs = program_of("exscan", "doubling", 2, 1), program_of("broadcast", "binomial", 2, 1)
+    network = replace(NETWORK, ranks_per_node=1)
+    first, other = (simulate(each, network, 1000) for each in programs)
+    assert first == other
+
+
 def times_of(schedule, size, nbytes, network=NETWORK):
     return simulate(expand(schedule, size, network.ranks_per_node, 1), network, nbytes)
 

@@ -61,6 +61,9 @@ FORMULAS = {
     ("gather", "binomial"): lambda p: (1, max(min(d, p - d) for d in _powers(p)) * NBYTES // p),
     ("scatter", "binomial"): lambda p: (log(p), (p - 1) * NBYTES // p),
     ("all_to_all", "pairwise"): lambda p: (p - 1, (p - 1) * NBYTES // p),
+    ("scan", "doubling"): lambda p: (log(p), log(p) * NBYTES),
+    # The inputs move on by one rank first.
+    ("exscan", "doubling"): lambda p: (1 + log(p - 1), (1 + log(p - 1)) * NBYTES),
 }
 
 

@@ -69,7 +69,7 @@ def ranks_of(whole, *ranks, secret=SECRET):
 
 def test_a_program_that_is_absent_is_named_before_the_start(capsys):
     with pytest.raises(SystemExit) as ended:
-        main("collectives.launch", find_tasks, {}, ["absent.py"])
+        main("collectives.launch", find_tasks, {}, ["--", "absent.py"])
     assert ended.value.code == 2
     assert "there is no file absent.py" in capsys.readouterr().err
 

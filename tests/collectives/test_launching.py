@@ -74,7 +74,8 @@ def test_a_torchrun_within_a_launcher_of_mpi_is_the_launcher():
         assert not started_by_mpi(inherited | {"PMI_FD": str(other.fileno())} | TORCHRUN)
         closed = os.dup(near.fileno())
         os.close(closed)
-        assert not started_by_mpi(inherited | {"PMI_FD": str(closed)} | TORCHRUN)
+        for number in (closed, 1 << 40):
+            assert not started_by_mpi(inherited | {"PMI_FD": str(number)} | TORCHRUN)
     assert started_by_mpi({"PMIX_RANK": "0"} | TORCHRUN)
     assert not started_by_mpi({"PMIX_RANK": "0", "TORCHELASTIC_RUN_ID": "x"} | TORCHRUN)
     assert started_by_mpi({"OMPI_COMM_WORLD_RANK": "0", "TORCHELASTIC_RUN_ID": "x"})
