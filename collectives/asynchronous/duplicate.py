@@ -34,6 +34,9 @@ class Duplicate:
 
     def _queue(self, operation: Operation, line: str) -> Handle[Any]:
         engine = self._engine
+        if engine.broken is not None:
+            # Another thread may have closed it since.
+            raise engine.refusal()
         # From here on other ranks may detect the call, however it ends.
         engine.begun += 1
         return self._thread().submit(operation, line, (engine.costs, engine.costs_source))

@@ -261,6 +261,10 @@ def test_every_call_after_close(comm, nodes):
         with pytest.raises(RuntimeError, match="closed"):
             call(group)
     group.close()
+    # As in a thread that has looked before another one closed it.
+    group._check_open = lambda: None
+    with pytest.raises(RuntimeError, match="closed"):
+        group.all_reduce_async(np.ones(3))
 
 
 @pytest.mark.parametrize("error", [DeadlineExceededError, MismatchError, RankFailedError])
