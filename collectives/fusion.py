@@ -44,16 +44,20 @@ class Fusion:
         """
         like = check_list("like", like)
         self._comm, self._op = comm, as_op(op)
-        on_gpus = _on_gpus(like)
-        kinds = tuple(map(_kind_of, like))
-        for _, dtype in kinds:
-            if reduction_for(self._op, dtype, on_gpus).dtype != dtype:
-                raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
+        self._on_gpus, kinds = _on_gpus(like), tuple(map(_kind_of, like))
+        self._dtypes = {dtype for _, dtype in kinds}
+        self._check(self._op)
         limit = check_bucket_bytes(bucket_bytes)
         signature = describe_many("Fusion", self._op, kinds, limit)
-        call_check = Operation(signature, lambda engine: None, on_gpus)
+        call_check = Operation(signature, lambda engine: None, self._on_gpus)
         self._buckets: list[Array] = []
         comm._engine.whole(self._make_buckets, call_check, make_buckets(kinds, limit), len(kinds))
+
+    def _check(self, op: ReduceOp) -> None:
+        """TypeError where the op's result can't replace the arrays."""
+        for dtype in self._dtypes:
+            if reduction_for(op, dtype, self._on_gpus).dtype != dtype:
+                raise TypeError(f"op={op.value!r} of {dtype}: the result has another dtype")
 
     def _make_buckets(self, call_check: Operation, buckets: Sequence[Bucket], count: int) -> None:
         comm = self._comm
@@ -78,6 +82,9 @@ class Fusion:
 
         Like `Communicator.all_reduce` of each array with itself as `out`.
         """
+        if op is not None:
+            # Of all buckets before the first is reduced.
+            self._check(as_op(op))
         return self._comm._engine.whole(self._all_reduce, self._op if op is None else op)
 
     def _all_reduce(self, op: ReduceOp | str) -> list[Array]:

@@ -78,9 +78,9 @@ def checked_call(
     # As `CallScope.whole`, in half of the time.
     def call(source: Any, target: Any) -> Any:
         inside, made, sequence, start = False, False, -1, 0
+        if engine.before_call is not None:
+            engine.before_call()
         try:
-            if engine.before_call is not None:
-                engine.before_call()
             acquire()
             try:
                 inside, sequence = True, check.sequence + 1

@@ -6,6 +6,7 @@ Ranks need not know the numbers of the others, nor how many rows they send.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -23,9 +24,6 @@ from collectives.shm.addresses import FIRST_NUMBER, NOWHERE, Exchanged, Publish
 from collectives.shm.layout import ARRIVALS, DATA, ROW_BYTES
 from collectives.shm.node import Node
 from collectives.transports.parts import others
-
-# Rows of no bytes.
-_MANY = 1 << 40
 
 
 class RowsOfAll(Protocol):
@@ -100,7 +98,7 @@ class _NodeRows:
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
         row_bytes, self._rank = math.prod(rest) * dtype.itemsize, memory.rank
-        self._most = room_of_each(node) // row_bytes if row_bytes else _MANY
+        self._most = room_of_each(node) // row_bytes if row_bytes else _most_empty(rest, dtype)
         self._words, self._read = memory.words, addresses.read
         self._slots = {
             at + DATA: [
@@ -159,6 +157,11 @@ class _NodeRows:
                 take(index)
 
         return read
+
+
+def _most_empty(rest: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """The most rows of no bytes that an array may have: NumPy counts its other lengths."""
+    return sys.maxsize // max(1, math.prod(filter(None, rest)) * dtype.itemsize)
 
 
 def _rows_in(memory: Array, rest: tuple[int, ...], dtype: np.dtype[Any], most: int) -> Array:

@@ -145,9 +145,9 @@ def bind_small(
             return PASS
         inside = made = False
         sequence, start = -1, 0
+        if engine.before_call is not None:
+            engine.before_call()
         try:
-            if engine.before_call is not None:
-                engine.before_call()
             acquire()
             try:
                 inside, sequence = True, check.sequence + 1

@@ -74,6 +74,14 @@ def test_a_strided_output_on_one_rank_gets_the_same_bits(comm, dtype):
 
 
 @marked(on_few)
+def test_rows_of_no_bytes_and_of_many_elements(comm):
+    """NumPy counts the other lengths of an array without elements."""
+    joined = comm.all_gather(np.empty((comm.rank + 1, 0, 1 << 30), "f4"))
+    assert joined.shape == (comm.size * (comm.size + 1) // 2, 0, 1 << 30)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
 def test_scalars_are_rows_of_their_own(comm):
     out = np.zeros(comm.size)
     for _ in range(2):

@@ -445,6 +445,18 @@ def test_views_like_arrays_with_an_op_of_their_own(comm):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_an_op_of_which_a_later_bucket_has_another_dtype(comm):
+    """It is refused before the first bucket is reduced."""
+    fusion = Fusion(comm, [((3,), "f4"), ((3,), "i4")])
+    fusion.views[0][...] = comm.rank
+    with pytest.raises(TypeError, match="op='mean' of int32: the result has another dtype"):
+        fusion.all_reduce("mean")
+    assert (fusion.views[0] == comm.rank).all()
+    assert (fusion.all_reduce()[0] == 1).all()
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("kinds", "error"),
