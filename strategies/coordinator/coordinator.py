@@ -36,9 +36,9 @@ class ClusterCoordinator:
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
         """The strategy's coordinator, which is made where it has none."""
         link = _link_of(strategy)
+        if link.ended:
+            raise RuntimeError("the chief has called shutdown: make the coordinator before it")
         if link.coordinator is None:
-            if link.ended:
-                raise RuntimeError("the chief has called shutdown: make the coordinator before it")
             coordinator = link.coordinator = super().__new__(cls)
             coordinator._begin(strategy, link)
         return cast("ClusterCoordinator", link.coordinator)

@@ -49,8 +49,13 @@ class Dispatcher:
                 settle = partial(self._settle, worker, closure)
                 # First, so that an error that leaves `request` puts the closure back.
                 self._running[worker] = closure
-                with self._losing(worker):
-                    self._endpoint.request(worker, Run(), closure.packed, settle)
+                try:
+                    with self._losing(worker):
+                        self._endpoint.request(worker, Run(), closure.packed, settle)
+                except BaseException:
+                    # As Ctrl+C, which the program may catch to join what it has scheduled.
+                    self._withdraw(worker)
+                    raise
 
     def notify_all(self, body: Any, packed: Packed) -> None:
         """Send every worker a notification, which precedes what is dispatched later."""
@@ -65,8 +70,13 @@ class Dispatcher:
         if self._ended:
             return
         self._ended = True
-        self._queue.end(CancelledError("not run to its end: the coordinator has ended"))
-        self.notify_all(End(), [])
+        try:
+            self._queue.end(CancelledError("not run to its end: the coordinator has ended"))
+            self.notify_all(End(), [])
+        except BaseException:
+            # As Ctrl+C: the end of the program ends it once more.
+            self._ended = False
+            raise
         self._thread.join()
         self._put_back_running()
 
@@ -91,6 +101,12 @@ class Dispatcher:
         if not self._living:
             workers = ", ".join(self._workers.values())
             self._queue.end(RankFailedError(f"no worker is left of {workers}: {reason}"))
+
+    def _withdraw(self, worker: int) -> None:
+        """Let another request follow the one that was interrupted; the lock is held."""
+        if worker in self._running:
+            self._queue.put_back(self._running.pop(worker))
+            self._idle.appendleft(worker)
 
     def _receive_all(self) -> None:
         try:

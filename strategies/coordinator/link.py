@@ -64,7 +64,6 @@ class Link:
 
     def end(self) -> None:
         """End the workers' service, on the chief. A second call does nothing."""
-        atexit.unregister(self.end)
         if self.coordinator is not None:
             self.coordinator.end()
         elif not self.ended:
@@ -73,3 +72,4 @@ class Link:
                 with suppress(RankFailedError):
                     endpoint.notify(worker, End())
         self.ended = True
+        atexit.unregister(self.end)

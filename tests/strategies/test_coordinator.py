@@ -303,6 +303,8 @@ def test_only_a_chief_of_workers_can_schedule(comm):
 def test_after_the_end_nothing_is_scheduled(comm):
     def chief(coordinator):
         coordinator.strategy.link.end()
+        with pytest.raises(RuntimeError, match="the chief has called shutdown"):
+            type(coordinator)(coordinator.strategy)
         for call in (coordinator.join, coordinator.done, partial(coordinator.schedule, own_rank)):
             with pytest.raises(CancelledError, match="the coordinator has ended"):
                 call()

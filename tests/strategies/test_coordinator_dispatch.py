@@ -292,6 +292,36 @@ def test_nothing_is_lost_where_the_chief_cannot_send():
             queued.result.get()
 
 
+class InterruptedBox(PostBox):
+    """Ctrl+C while the second closure, or the end, is sent."""
+
+    left = 2
+
+    def send(self, peer, header, arrays=()):
+        if isinstance(getattr(header, "body", None), Run | End):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return super().send(peer, header, arrays)
+
+
+def test_what_an_interrupt_leaves_is_run_or_ended():
+    with cluster({}, {}, box_of_chief=InterruptedBox) as made:
+        first = made.schedule(work, 1)
+        with pytest.raises(KeyboardInterrupt):
+            made.schedule(work, 2)
+        assert made.schedule(work, 3).get() == 9
+        made.queue.join()
+        assert (first.get(), BOARD.runs) == (1, {1: 1, 2: 1, 3: 1})
+        made.link.box.left = 1
+        with pytest.raises(KeyboardInterrupt):
+            made.dispatcher.end()
+        made.dispatcher.end()
+        for thread in made.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 class WatchedBox:
     """A worker's messages; each answer must be sent before the next one is received."""
 
