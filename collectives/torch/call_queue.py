@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import Work
@@ -53,8 +53,10 @@ class CallQueue:
         """
         self.scope, self._policy, self._on_gpus = scope, policy, on_gpus
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._drained: threading.Thread | None = None
+        """The thread before it, which may still make calls."""
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
@@ -96,7 +98,7 @@ class CallQueue:
         if threading.current_thread() is self._thread:
             # A callback makes a call.
             while self.pending:
-                self._run_next()
+                self._run_next(self._jobs)
         elif self.pending:
             last = PendingWork([], "the calls before")
             self._enqueue(last, lambda: None)
@@ -141,7 +143,10 @@ class CallQueue:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._serve, name="collectives-torch", daemon=True
+                    target=self._serve,
+                    args=(self._jobs, self._drained),
+                    name="collectives-torch",
+                    daemon=True,
                 )
                 self._thread.start()
             self.pending += 1
@@ -153,6 +158,8 @@ class CallQueue:
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._jobs.put(None)
+                # Another thread may make a call meanwhile.
+                self._jobs, self._drained = queue.SimpleQueue(), thread
         if thread is not None:
             thread.join()
 
@@ -162,14 +169,17 @@ class CallQueue:
         if lock.acquire(timeout=seconds):
             lock.release()
 
-    def _serve(self) -> None:
+    def _serve(self, jobs: _Jobs, before: threading.Thread | None) -> None:
+        """Make the calls of a queue, after those of another thread."""
         end_sleeps_in_time()
+        if before is not None:
+            before.join()
         # No reference to a job remains while the thread waits for the next.
-        while self._run_next():
+        while self._run_next(jobs):
             pass
 
-    def _run_next(self) -> bool:
-        job = self._jobs.get()
+    def _run_next(self, jobs: _Jobs) -> bool:
+        job = jobs.get()
         if job is None:
             return False
         with self._policy.sleeping_early():
@@ -192,6 +202,9 @@ class _Job(NamedTuple):
     work: PendingWork
     action: Action
     line: str
+
+
+_Jobs: TypeAlias = "queue.SimpleQueue[_Job | None]"
 
 
 def _run_waiting(intents: Intents, action: Action) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from collectives.communicator import Communicator
-from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.errors import DeadlineExceededError, MismatchError, UnusableError
 from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, settled, split
 from collectives.torch.call_queue import CallQueue, reword
 from collectives.torch.collective_calls import CollectiveCalls
@@ -29,8 +29,6 @@ from collectives.torch.untraced import untraced
 from collectives.torch.works import AllWorks, done, gpus_of
 
 _c10d = dist.distributed_c10d
-AllreduceOptions = _c10d.AllreduceOptions
-CoalescedOptions = _c10d.AllreduceCoalescedOptions
 # How long `shutdown` waits for the other ranks, which may destroy their groups later or never.
 _SHUTDOWN_SECONDS = 5.0
 _is_profiled = torch.autograd._profiler_enabled
@@ -82,6 +80,8 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         return work
 
     def _perform(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        if self._messages.aborted:
+            raise UnusableError(f"group {self._name!r} was aborted")
         check = self._check
         sequence = -1 if check is None else check.sequence
         try:
@@ -106,12 +106,12 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce tensors, dense or sparse, in place."""
-        tensors, opts = as_list(tensors), options_of(AllreduceOptions, opts)
+        tensors, opts = as_list(tensors), options_of(_c10d.AllreduceOptions, opts)
         return self._run(opts, "allreduce", tensors, self._calls.all_reduce, tensors, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce tensors in place, in few messages."""
-        tensors, opts = as_list(tensors), options_of(CoalescedOptions, opts)
+        tensors, opts = as_list(tensors), options_of(_c10d.AllreduceCoalescedOptions, opts)
         call = self._calls.all_reduce_many
         return self._run(opts, "allreduce_coalesced", tensors, call, tensors, opts.reduceOp)
 
