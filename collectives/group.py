@@ -200,6 +200,7 @@ class Group(Deferred):
         It may be retried if the other ranks do not arrive within `seconds`, or are in a call, which
         then reports this rank's exit.
         """
+        shutdown.end_by(each.refusal for each in self._mailboxes if not each.given_back)
         sent = self._messages.finish(seconds)
         if self._engine.broken is None:
             for mailbox in self._mailboxes:
@@ -257,8 +258,7 @@ class Group(Deferred):
 
     def _keep(self, mailbox: Mailbox) -> None:
         """Close the mailbox with the communicator."""
-        kept = [each for each in self._mailboxes if not each.given_back]
-        self._mailboxes = [*kept, mailbox]
+        self._mailboxes = [*(each for each in self._mailboxes if not each.given_back), mailbox]
 
     def _root(self, root: int) -> int:
         return check_index("root", root, self.size)

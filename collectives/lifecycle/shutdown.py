@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.util import Finalize
@@ -125,6 +125,19 @@ class ExitCode:
 def exit_code() -> ExitCode:
     """The one of this process; uncaught exceptions are shown as before."""
     return ExitCode(sys.excepthook)
+
+
+def end_by(reasons: Iterable[str | None]) -> None:
+    """End this process without MPI if there is a reason; the launcher then ends the others.
+
+    Ranks to which this one can say nothing more would wait for it for ever.
+    """
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        log.error("%s: this process ends without MPI", reason)
+        code = exit_code()
+        code.code = code.code or 1
+        code.end_process()
 
 
 def survive_deaths(all_alive: Callable[[], bool]) -> None:

@@ -65,10 +65,12 @@ class BufferPool:
     def copy(self, array: Array) -> Array:
         """A copy in C order."""
         kind = array.shape, array.dtype
-        copied = self._take(kind) if kind in self._free else np.empty(*kind)
+        copied = self._take(kind)
+        if copied is None:
+            copied = np.empty(*kind)
         self._used_bytes += copied.nbytes
         self._most_bytes = max(self._most_bytes, self._used_bytes)
-        while self._used_bytes + self._free_bytes > self._most_bytes:
+        while self._free and self._used_bytes + self._free_bytes > self._most_bytes:
             self._take(next(iter(self._free)))
         copied[...] = array
         return copied
@@ -81,11 +83,14 @@ class BufferPool:
         self._free.setdefault(kind, []).append(copied)
         self._free.move_to_end(kind)
 
-    def _take(self, kind: Kind) -> Array:
-        taken = self._free[kind].pop()
-        if not self._free[kind]:
-            del self._free[kind]
-        self._free_bytes -= taken.nbytes
+    def _take(self, kind: Kind) -> Array | None:
+        # An interrupt may have left an empty list.
+        free = self._free.get(kind, [])
+        taken = free.pop() if free else None
+        if not free:
+            self._free.pop(kind, None)
+        if taken is not None:
+            self._free_bytes -= taken.nbytes
         return taken
 
 

@@ -140,12 +140,12 @@ class Mailbox:
     @property
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
-        return self._refusal is not None or self._end_sent
+        return self.refusal is not None or self._end_sent
 
     @property
     def given_back(self) -> bool:
         """Whether `close` has finished."""
-        return self._refusal is not None
+        return self._ended_by is not None
 
     def present(self, peer: int) -> bool:
         """False once a rank has died, or `receive` has found its mailbox closed: no more follow."""
@@ -153,7 +153,7 @@ class Mailbox:
         return peer not in self._ended and self.alive(peer)
 
     @property
-    def _refusal(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why there can be no more calls, if so."""
         return self._ended_by or self._post.torn
 
@@ -164,7 +164,7 @@ class Mailbox:
         it. Raises DeadlineExceededError where another rank doesn't close its end within the
         communicator's deadline; `close` may be called again then.
         """
-        if self._refusal is not None:
+        if self.refusal is not None:
             return
         self.tell_end()
         what = "mailbox: close of a mailbox"
@@ -174,14 +174,14 @@ class Mailbox:
     def tell_end(self) -> None:
         """Notify the others that this rank takes part no more; drop what has arrived."""
         with self._fair_lock:
-            if self._refusal is None and not self._end_sent:
+            if self.refusal is None and not self._end_sent:
                 self._notify_all()
                 self._end_sent = True
         self._drained()
 
     def abandon(self, seconds: float) -> None:
         """End, without waiting longer than `seconds` for the other ranks."""
-        if self._refusal is not None:
+        if self.refusal is not None:
             return
         self.tell_end()
         wait_policy = self._new_wait("end", None)
@@ -201,13 +201,13 @@ class Mailbox:
     def _end(self, *, together: bool) -> None:
         with self._fair_lock:
             # Another thread may have ended it.
-            if self._refusal is None:
+            if self.refusal is None:
                 self._post.close(together=together)
                 self._ended_by = "the mailbox is closed"
 
     def _check_open(self) -> None:
-        if self._refusal is not None:
-            raise RuntimeError(self._refusal)
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
         if self._end_sent:
             raise RuntimeError("the mailbox is being closed")
 
@@ -257,7 +257,7 @@ class Mailbox:
     def _drained(self) -> bool:
         """Drop what has arrived; whether no message is on its way, in either direction."""
         with self._fair_lock:
-            if self._refusal is not None:
+            if self.refusal is not None:
                 return True
             while self._poll() is not None:
                 pass

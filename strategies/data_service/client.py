@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from collectives import Mailbox, RankFailedError
@@ -25,6 +25,9 @@ class DatasetClient:
         self._endpoint = Endpoint(box, self._note_closed, "the data task of rank {}".format)
         self._epoch = -1
         self._closed: dict[int, Closed] = {}
+        self._in_call = False
+        self._leaves: deque[tuple[int, Leave]] = deque()
+        """What is yet to be sent."""
 
     def next_epoch(self) -> Generator[Any, None, None]:
         """The batches of the next epoch; the iteration of an earlier one ends."""
@@ -52,20 +55,37 @@ class DatasetClient:
             for _, request in wanted:
                 if request is not None:
                     self._endpoint.withdraw(request)
-            for server in dealing:
-                if not self._box.closed:
-                    with suppress(RankFailedError):
-                        self._endpoint.notify(server, Leave(epoch))
+            self._leaves.extend((server, Leave(epoch)) for server in dealing)
+            # The garbage collector may end an iteration within a call of another one.
+            if not self._in_call:
+                self._send_leaves()
 
     def _note_closed(self, call: Call) -> None:
         self._closed[call.source] = call.body
 
     def _request(self, server: int, body: Next) -> _Wanted:
         """Messages that a data task sent before it ended are handled first."""
+        self._send_leaves()
         if server not in self._closed:
-            with suppress(RankFailedError):
+            with suppress(RankFailedError), self._calling():
                 return server, self._endpoint.request(server, body)
         return server, None
+
+    def _send_leaves(self) -> None:
+        while self._leaves:
+            server, leave = self._leaves.popleft()
+            if not self._box.closed:
+                with suppress(RankFailedError), self._calling():
+                    self._endpoint.notify(server, leave)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A context in which this thread may be in the mailbox, which it must not enter again."""
+        before, self._in_call = self._in_call, True
+        try:
+            yield
+        finally:
+            self._in_call = before
 
     def _await_any(self, wanted: deque[_Wanted], epoch: int) -> tuple[int, Any, list[Any]]:
         """The first answer: its source, and the batch, or None at the end of the epoch there."""
@@ -75,7 +95,8 @@ class DatasetClient:
             return server in self._closed or (request is not None and request.done())
 
         servers = {server for server, _ in wanted}
-        self._endpoint.wait(lambda: any(map(settled, wanted)), servers, "the next batch")
+        with self._calling():
+            self._endpoint.wait(lambda: any(map(settled, wanted)), servers, "the next batch")
         first = next(filter(settled, wanted))
         wanted.remove(first)
         server, request = first

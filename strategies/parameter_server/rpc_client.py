@@ -114,7 +114,7 @@ class RpcClient:
     def leave(self) -> None:
         """Notify all servers that live. A second call does nothing."""
         with self.lock:
-            if self.has_left:
+            if self.has_left or self._mailbox.closed:
                 return
             for rank in self._ranks:
                 with contextlib.suppress(RankFailedError):

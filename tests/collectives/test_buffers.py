@@ -43,6 +43,15 @@ def test_copies_of_many_shapes_take_the_memory_of_those_in_use():
         assert used <= number * 4 * 8
 
 
+def test_an_interrupted_copy_leaves_the_pool_usable():
+    copies, array = BufferPool(), np.arange(3)
+    copies.give_back(copies.copy(array))
+    # Ctrl+C after its first statement.
+    copies._free[array.shape, array.dtype].pop()
+    for _ in range(2):
+        assert copies.copy(array).tolist() == [0, 1, 2]
+
+
 def test_copies_use_memory_again():
     copies, places = BufferPool(), set()
     for number in range(20):

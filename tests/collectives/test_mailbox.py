@@ -26,7 +26,8 @@ from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
 from collectives.waiting import wait_policy
 from collectives.waiting.wait_policy import WaitPolicy
 from tests.slow import slow
-from tests.worlds.dying import run_dying
+from tests.worlds.dying import launcher_line, run_dying
+from tests.worlds.programs import run_launcher
 
 pytestmark = pytest.mark.both_mpis
 
@@ -503,6 +504,16 @@ def test_a_transfer_that_is_interrupted_halfway(call, tmp_path):
     """Later messages would fill the rest of it: there are none."""
     ended = run_dying(2, DYING + f"CALL = {call!r}" + TORN, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"], ended.stderr
+
+
+def test_the_end_of_a_program_after_an_interrupted_transfer(tmp_path):
+    """It ends the job: the others can't learn that this rank sends nothing more."""
+    serving = TORN.replace("comm.barrier()\nos._exit(0)", "if rank != torn: box.receive()")
+    program = [sys.executable, "-c", DYING + "CALL = 'Isend'" + serving]
+    line = launcher_line(2, program, deaths=False)
+    ended = run_launcher(line, {"MARKS": str(tmp_path)}, timeout=20)
+    assert ended.returncode
+    assert "halfway: this process ends without MPI" in ended.stderr
 
 
 @pytest.mark.mpi

@@ -6,6 +6,7 @@ import time
 from collections import namedtuple
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
 from strategies.cluster.spec import ClusterSpec
 from strategies.cluster_resolver import SimpleClusterResolver
+from strategies.data_service.client import DatasetClient
 from strategies.data_service.data_worker import DatasetWorker
 from strategies.input.batches import pack, unpack
 from tests.slow import slow
@@ -469,6 +471,44 @@ def test_an_evaluator_can_not_iterate():
         data.close()
 
     on_threads(3, body)
+
+
+class Answering:
+    """Answers requests at once, calls a function within them, and takes no message meanwhile."""
+
+    def __init__(self):
+        self.within, self.sent, self.in_request = lambda: None, [], False
+
+    def request(self, server, body):
+        assert not self.in_request
+        self.in_request = True
+        self.within()
+        self.in_request = False
+        return SimpleNamespace(done=lambda: True, result=lambda: ((0, body.epoch), []))
+
+    def notify(self, server, body):
+        assert not self.in_request
+        self.sent.append((server, body.epoch))
+
+    def wait(self, *_):
+        pass
+
+    withdraw = wait
+
+
+def test_an_iteration_that_the_garbage_collector_ends_within_a_call(monkeypatch):
+    """Its message follows the call: a mailbox is not entered twice by one thread."""
+    client = DatasetClient(SimpleNamespace(closed=False), [1, 2], 1)
+    client._endpoint = Answering()
+    monkeypatch.setattr("strategies.input.batches.unpack", lambda header, arrays: header)
+    first, second = client.next_epoch(), client.next_epoch()
+    assert next(first) == 0
+    client._endpoint.within = first.close
+    assert next(second) == 1
+    assert sorted(client._endpoint.sent) == [(1, 0), (2, 0)]
+    client._endpoint.within = lambda: None
+    second.close()
+    assert sorted(client._endpoint.sent[2:]) == [(1, 1), (2, 1)]
 
 
 def test_an_iteration_ends_the_one_before():
