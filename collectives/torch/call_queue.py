@@ -57,6 +57,7 @@ class CallQueue:
         self._thread: threading.Thread | None = None
         self._drained: threading.Thread | None = None
         """The thread before it, which may still make calls."""
+        self._served = threading.local()
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
@@ -95,10 +96,14 @@ class CallQueue:
         return enqueued
 
     def _finish_pending(self) -> None:
-        if threading.current_thread() is self._thread:
+        jobs = getattr(self._served, "jobs", None)
+        if jobs is not None:
             # A callback makes a call.
             while self.pending:
-                self._run_next(self._jobs)
+                if not self._run_next(jobs):
+                    # Those of the next thread are pending; this one ends.
+                    jobs.put(None)
+                    break
         elif self.pending:
             last = PendingWork([], "the calls before")
             self._enqueue(last, lambda: None)
@@ -174,6 +179,7 @@ class CallQueue:
         end_sleeps_in_time()
         if before is not None:
             before.join()
+        self._served.jobs = jobs
         # No reference to a job remains while the thread waits for the next.
         while self._run_next(jobs):
             pass

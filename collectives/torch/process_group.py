@@ -80,27 +80,28 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         return work
 
     def _perform(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        if self._messages.aborted:
-            raise UnusableError(f"group {self._name!r} was aborted")
-        check = self._check
-        sequence = -1 if check is None else check.sequence
-        try:
-            wanted = seconds if seconds > 0 else self._messages.deadline
-            if wanted == self._comm.deadline == self._messages.deadline:
-                call(*arguments)
-                return
-            self._comm.deadline = wanted
+        with self._queue.scope.lock:
+            if self._messages.aborted:
+                raise UnusableError(f"group {self._name!r} was aborted")
+            check = self._check
+            sequence = -1 if check is None else check.sequence
             try:
-                call(*arguments)
+                wanted = seconds if seconds > 0 else self._messages.deadline
+                if wanted == self._comm.deadline == self._messages.deadline:
+                    call(*arguments)
+                    return
+                self._comm.deadline = wanted
+                try:
+                    call(*arguments)
+                finally:
+                    self._comm.deadline = self._messages.deadline
+            except (DeadlineExceededError, MismatchError) as error:
+                reword(error, self._name)
+                sequence = -1  # one that was withdrawn is made again
+                raise
             finally:
-                self._comm.deadline = self._messages.deadline
-        except (DeadlineExceededError, MismatchError) as error:
-            reword(error, self._name)
-            sequence = -1  # one that was withdrawn is made again
-            raise
-        finally:
-            if check is not None and check.sequence == sequence and check.intents is not None:
-                check.intents.unmade += 1
+                if check is not None and check.sequence == sequence and check.intents is not None:
+                    check.intents.unmade += 1
 
     # Collectives.
 
@@ -263,7 +264,6 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         """So many bytes of registered memory, as `Communicator.empty`. Collective."""
         made: list[Any] = []
         opts = _c10d.BarrierOptions()
-        opts.asyncOp = False
         self._run(opts, "empty", made, lambda: made.append(self._comm.empty(nbytes, "u1"))).wait()
         return made[0]
 

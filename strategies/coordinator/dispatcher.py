@@ -37,7 +37,7 @@ class Dispatcher:
         self._running: dict[int, Closure] = {}
         # Taken before that of the queue, never after it.
         self._lock = threading.Lock()
-        self._ended = False
+        self._ending = self._ended = False
         self._thread = threading.Thread(target=self._receive_all, name="coordinator", daemon=True)
         self._thread.start()
 
@@ -69,14 +69,14 @@ class Dispatcher:
         """End the workers' service after what they run now. A second call does nothing."""
         if self._ended:
             return
-        self._ended = True
+        self._ending = True
         try:
             self._queue.end(CancelledError("not run to its end: the coordinator has ended"))
             self.notify_all(End(), [])
-        except BaseException:
-            # As Ctrl+C: the end of the program ends it once more.
-            self._ended = False
-            raise
+            self._ended = True
+        finally:
+            # After Ctrl+C the end of the program ends it once more.
+            self._ending = self._ended
         self._thread.join()
         self._put_back_running()
 
@@ -106,13 +106,15 @@ class Dispatcher:
         """Let another request follow the one that was interrupted; the lock is held."""
         if worker in self._running:
             self._queue.put_back(self._running.pop(worker))
-            self._idle.appendleft(worker)
+            if worker in self._living:
+                self._idle.appendleft(worker)
 
     def _receive_all(self) -> None:
         try:
             while self._living and not self._ended:
                 self._endpoint.step(POLL_SECONDS)
                 self._check_liveness()
+                self.dispatch()  # what an interrupt has put back
         except Exception as error:  # raised where results are waited for: no caller is here
             self._queue.end(error)
             self._put_back_running()
@@ -150,7 +152,7 @@ class Dispatcher:
             if server in gone and not self._endpoint.alive(server):
                 self._queue.end(RankFailedError(f"{self._servers[server]} has died"))
         lost = [rank for rank in gone if rank in self._workers]
-        if not lost or self._ended:
+        if not lost or self._ending:
             return
         self._endpoint.drain()
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ class DatasetClient:
         self._endpoint = Endpoint(box, self._note_closed, "the data task of rank {}".format)
         self._epoch = -1
         self._closed: dict[int, Closed] = {}
-        self._in_call = False
+        self._callers: set[int] = set()
         self._leaves: deque[tuple[int, Leave]] = deque()
         """What is yet to be sent."""
 
@@ -57,7 +58,7 @@ class DatasetClient:
                     self._endpoint.withdraw(request)
             self._leaves.extend((server, Leave(epoch)) for server in dealing)
             # The garbage collector may end an iteration within a call of another one.
-            if not self._in_call:
+            if threading.get_ident() not in self._callers:
                 self._send_leaves()
 
     def _note_closed(self, call: Call) -> None:
@@ -72,20 +73,25 @@ class DatasetClient:
         return server, None
 
     def _send_leaves(self) -> None:
-        while self._leaves:
-            server, leave = self._leaves.popleft()
-            if not self._box.closed:
-                with suppress(RankFailedError), self._calling():
-                    self._endpoint.notify(server, leave)
+        # Another thread's collector may empty it meanwhile.
+        with suppress(IndexError):
+            while True:
+                server, leave = self._leaves.popleft()
+                if not self._box.closed:
+                    with suppress(RankFailedError), self._calling():
+                        self._endpoint.notify(server, leave)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
         """A context in which this thread may be in the mailbox, which it must not enter again."""
-        before, self._in_call = self._in_call, True
+        caller = threading.get_ident()
+        nested = caller in self._callers
+        self._callers.add(caller)
         try:
             yield
         finally:
-            self._in_call = before
+            if not nested:
+                self._callers.discard(caller)
 
     def _await_any(self, wanted: deque[_Wanted], epoch: int) -> tuple[int, Any, list[Any]]:
         """The first answer: its source, and the batch, or None at the end of the epoch there."""

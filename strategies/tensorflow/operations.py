@@ -114,7 +114,11 @@ class Operations:
                 for rank in ranks:
                     if rank is not None and not -rank <= each < rank:
                         raise ValueError(f"reduce: axis={each}: the value has {rank} axes")
-        if axis is not None:
+            for rank in filter(None, ranks):
+                places = [] if axis is None else [each % rank for each in tf.nest.flatten(axis)]
+                if len(set(places)) < len(places):
+                    raise ValueError(f"reduce: axis={axis}: one of the {rank} axes is there twice")
+        if axis is not None and self.communicator.size > 1:
             # TensorFlow adds up the values of this replica before it calls the strategy.
             self.compare(f"reduce over the axis {axis}")
 

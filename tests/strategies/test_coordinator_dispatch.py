@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -293,27 +294,26 @@ def test_nothing_is_lost_where_the_chief_cannot_send():
 
 
 class InterruptedBox(PostBox):
-    """Ctrl+C while the second closure, or the end, is sent."""
+    """Ctrl+C while the main thread sends a closure, or the end."""
 
-    left = 2
+    armed = False
 
     def send(self, peer, header, arrays=()):
-        if isinstance(getattr(header, "body", None), Run | End):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
+        if self.armed and threading.current_thread() is threading.main_thread():
+            self.armed = False
+            raise KeyboardInterrupt
         return super().send(peer, header, arrays)
 
 
 def test_what_an_interrupt_leaves_is_run_or_ended():
-    with cluster({}, {}, box_of_chief=InterruptedBox) as made:
-        first = made.schedule(work, 1)
+    with cluster({}, box_of_chief=InterruptedBox) as made:
+        made.schedule(work, 0).get()
+        made.link.box.armed, numbers = True, itertools.count(1)
         with pytest.raises(KeyboardInterrupt):
-            made.schedule(work, 2)
-        assert made.schedule(work, 3).get() == 9
+            collections.deque((made.schedule(work, number) for number in numbers), 0)
         made.queue.join()
-        assert (first.get(), BOARD.runs) == (1, {1: 1, 2: 1, 3: 1})
-        made.link.box.left = 1
+        assert BOARD.runs == dict.fromkeys(range(next(numbers)), 1)
+        made.link.box.armed = True
         with pytest.raises(KeyboardInterrupt):
             made.dispatcher.end()
         made.dispatcher.end()

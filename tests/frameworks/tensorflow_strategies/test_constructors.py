@@ -43,6 +43,9 @@ def test_each_strategy_trains(tf, ds, comm):
     alone = ds.OneDeviceStrategy("/cpu:0")
     assert alone.num_replicas_in_sync == 1
     assert float(alone.reduce("SUM", alone.run(lambda: tf.constant(3.0)), axis=None)) == 3.0
+    # XLA compiles no collective.
+    mean = tf.function(lambda x: alone.reduce("MEAN", x, axis=0), jit_compile=True)
+    assert float(mean(tf.constant([1.0, 2.0]))) == 1.5
     with alone.scope():
         weights = tf.Variable([1.0], synchronization=tf.VariableSynchronization.ON_READ)
     alone.run(lambda: weights.assign_add([1.0]))

@@ -123,6 +123,9 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
         "axis=5: the value has 2 axes": lambda: strategy.reduce(
             "SUM", square, axis=5 if odd else 0
         ),
+        "one of the 2 axes is there twice": lambda: strategy.reduce(
+            "SUM", square, axis=(0, -2) if odd else 0
+        ),
         "refused by ValueError": lambda: strategy.reduce("FOO" if odd else "SUM", ones, axis=None),
         r"reduce of \[\{'b': \*\}\]": tf.function(
             lambda: strategy.reduce("SUM", [{"b" if odd else "a": ones}], axis=None)
