@@ -11,6 +11,7 @@ from collectives.execution.executor import Plan, PlanKey
 from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.schedule import split_lengths
+from collectives.schedules.spec import spec_of
 from collectives.transports.base import abandoned
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import reduced, traffic, value, values
@@ -190,7 +191,7 @@ def test_the_executor_sends_what_the_cost_model_counts(pair, size):
         transport.__class__ = CountingTransport
         found = algorithms.find(collective, algorithm)
         chunks = found.chunks(size)
-        length = 2 * size * (2 if collective == "all_to_all" else 1)
+        length = 2 * size * spec_of(collective).buffers
         lengths = split_lengths(length, chunks).tolist()
         call = PlanKey(*pair, tuple(lengths), np.dtype(float), ReduceOp.SUM, 0, False)
         plan = Plan(transport, HostMemory(), call)
