@@ -73,13 +73,14 @@ class DatasetClient:
         return server, None
 
     def _send_leaves(self) -> None:
-        # Another thread's collector may empty it meanwhile.
-        with suppress(IndexError):
-            while True:
+        while self._leaves:
+            try:
                 server, leave = self._leaves.popleft()
-                if not self._box.closed:
-                    with suppress(RankFailedError), self._calling():
-                        self._endpoint.notify(server, leave)
+            except IndexError:  # another thread has sent the last one meanwhile
+                return
+            if not self._box.closed:
+                with suppress(RankFailedError), self._calling():
+                    self._endpoint.notify(server, leave)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
