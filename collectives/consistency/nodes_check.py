@@ -139,8 +139,9 @@ class NodesCheck:
             ends = complete or self.lateness.lease_is_over(rounds.deadline)
             return ends or self._vote_requested(rounds.number)
 
+        absent, began = partial(self.rounds.absent, rounds), self.lateness.began
         in_transit = self._wait_policy.call.moves_data(rounds.exchange)
-        self._wait_policy.until(over, partial(self.rounds.absent, rounds), in_transit=in_transit)
+        self._wait_policy.until(over, absent, start=began, in_transit=in_transit)
         return complete
 
     def _vote_requested(self, number: int) -> bool:

@@ -94,6 +94,8 @@ class WaitPolicy:
         self.before_raise: Callable[[BaseException], None] = lambda error: None
         self.line: str | None = None
         """Where the user made a call that another thread makes."""
+        self._warned: float | None = None
+        """The `start` of the last wait that has logged its warning."""
         self.limit: float | None = None
         """Of `no_longer_than`, until every rank has arrived; its caller then repeats the call."""
 
@@ -174,11 +176,9 @@ class WaitPolicy:
 
         Raises DeadlineExceededError, naming the ranks in `absent()`, once the deadline plus `grace`
         seconds have passed since `start`, in seconds of `time.monotonic`: the beginning of a wait
-        that this one continues. Logs a warning after a tenth of the deadline.
+        that this one continues. Logs a warning after a tenth of the deadline, once for one `start`.
         """
-        now = time.monotonic()
-        start = now if start is None else start
-        warned = self.deadline is not None and now - start >= self.deadline / 10
+        start = time.monotonic() if start is None else start
         next_check = CHECK_SECONDS
         next_progress = _PROGRESS_SECONDS
         yield_seconds, longest = self._pauses(in_transit)
@@ -199,8 +199,8 @@ class WaitPolicy:
                 raise DeadlineExceededError("", tuple(absent()))
             if self.deadline is None or self.limit is not None:
                 continue
-            if not warned and waited >= self.deadline / 10:
-                warned = True
+            if self._warned != start and waited >= self.deadline / 10:
+                self._warned = start
                 log.warning("%s", self._text(f"has waited {waited:.3g} s for", absent()))
             if waited >= self.deadline + grace and not ready():
                 raise self.exceeded(absent())

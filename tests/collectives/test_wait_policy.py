@@ -1,5 +1,6 @@
-"""How long a wait spins, yields and sleeps, by a clock of its own."""
+"""How long a wait spins, yields and sleeps, and when it logs, by a clock of its own."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -46,3 +47,16 @@ def test_a_wait_yields_and_then_sleeps(pauses, early, in_transit, first, longest
     begins, lengths = zip(*pauses, strict=True)
     assert first <= begins[0] < 1.2 * first + 20e-6
     assert max(lengths) == pytest.approx(longest)
+
+
+def test_waits_of_one_start_log_one_warning(pauses, caplog):
+    """The second wait begins when the warning is due: the first one may have ended before it."""
+    policy = WaitPolicy(deadline=1.0)
+    start = module.time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        for until, warnings in [(0.09, 0), (0.2, 1), (0.3, 1)]:
+            policy.until(lambda until=until: module.time.monotonic() >= until, dict, start=start)
+            assert len(caplog.records) == warnings
+            module.time.sleep(0.05)
+        policy.until(lambda: module.time.monotonic() >= 0.5, dict)
+    assert ["has waited" in record.message for record in caplog.records] == [True, True]
