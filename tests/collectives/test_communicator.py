@@ -282,12 +282,14 @@ def test_a_message_of_another_dtype_is_told_to_its_receiver(comm):
 def test_a_message_that_does_not_come_is_named(comm):
     from mpi4py import MPI
 
-    with collectives.Communicator(MPI.COMM_WORLD, deadline=0.3) as other:
+    with collectives.Communicator(MPI.COMM_WORLD, deadline=30) as other:
         if comm.rank == 0:
+            other.deadline = 0.3
             with pytest.raises(
                 collectives.DeadlineExceededError, match=r"^recv\(from rank 1, tag=3\), waited"
             ):
                 other.recv(np.zeros(4), 1, tag=3)
+            other.deadline = 30
         comm.barrier()
 
 

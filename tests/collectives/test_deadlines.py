@@ -82,12 +82,12 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
     CALLS["small"](patient)
     if call == "asynchronous":
         CALLS[call](patient)
-    patient.deadline = 0.3
+    patient.deadline = 0.6
     if patient.rank != late:
         start = time.monotonic()
         with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as caught:
             CALLS[call](patient)
-        assert 0.3 <= time.monotonic() - start < 10
+        assert 0.6 <= time.monotonic() - start < 10
         check_error(caught.value, patient, late, record_directory)
         logged = [each.message for each in caplog.records if each.name == "collectives"]
         # Logged once in a process, by Open MPI's first asynchronous call.
@@ -110,7 +110,7 @@ def check_error(error, group, late, directory):
     assert set(error.absent) in (known_absent(group, late), {late})
     text = str(error)
     assert re.search(
-        r"all_reduce\(sum, float64\[\d+\]\), call \d+, waited the deadline of 0.3", text
+        r"all_reduce\(sum, float64\[\d+\]\), call \d+, waited the deadline of 0.6", text
     )
     assert f"rank {late}" in text
     lines = [line for call in CALLS.values() for _, _, line in call.__code__.co_lines()]
@@ -135,7 +135,7 @@ def test_asynchronous_forms_of_which_a_rank_makes_none(comm, record_directory):
     with Communicator(MPI.COMM_WORLD, deadline=PATIENT) as group:
         group.barrier_async().wait()
         for name, arguments in forms.items():
-            group.deadline = 0.2
+            group.deadline = 0.8
             if group.rank != late:
                 handle = getattr(group, name)(*arguments)
                 with pytest.raises(collectives.DeadlineExceededError, match=__file__) as caught:
@@ -154,7 +154,7 @@ def test_who_came_and_left_is_not_named(comm, record_directory):
     with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 0, 0, 0, 1]) as nodes:
         nodes.barrier()
         wait_for_all()
-        nodes.deadline = {0: 0.2, 1: 0.8, 2: 0.4, 3: 0.6}.get(nodes.rank, PATIENT)
+        nodes.deadline = {0: 0.6, 1: 2.4, 2: 1.2, 3: 1.8}.get(nodes.rank, PATIENT)
         if nodes.rank != 4:
             with pytest.raises(collectives.DeadlineExceededError, match="rank 4") as caught:
                 CALLS["small"](nodes)
@@ -170,7 +170,7 @@ def test_a_nodes_other_ranks_name_whom_its_leader_names(comm, record_directory):
     """Node 1 first waits for a message of node 3, which waits for node 2, the late one."""
     with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 1, 1, 2, 3]) as nodes:
         nodes.barrier()
-        nodes.deadline = 0.3 if nodes.rank == 2 else 0.8
+        nodes.deadline = 1.0 if nodes.rank == 2 else 2.7
         if nodes.rank != 3:
             with pytest.raises(collectives.DeadlineExceededError, match="rank 3") as caught:
                 CALLS["small"](nodes)
@@ -184,7 +184,7 @@ def test_a_nodes_other_ranks_name_whom_its_leader_names(comm, record_directory):
 @pytest.mark.ranks(2, 3, 5)
 def test_the_first_asynchronous_call(patient, record_directory):
     late = 0
-    patient.deadline = 0.3
+    patient.deadline = 0.8
     if patient.rank != late:
         handle = patient.all_reduce_async(np.ones(SMALL))
         with pytest.raises(collectives.DeadlineExceededError) as caught:
@@ -214,7 +214,9 @@ def test_another_call_after_the_deadline(patient, record_directory):
 @pytest.mark.ranks(3)
 def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record_directory):
     """The late rank's withdrawn attempt doesn't count for the next one."""
-    with Communicator(MPI.COMM_WORLD, deadline=0.2) as group:
+    with Communicator(MPI.COMM_WORLD, deadline=PATIENT) as group:
+        wait_for_all()
+        group.deadline = 1.0
         for waiting, absent in (([0, 1], (2,)), ([0], (1, 2))):
             if group.rank in waiting:
                 with pytest.raises(collectives.DeadlineExceededError) as caught:
@@ -229,8 +231,8 @@ def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record
 @pytest.mark.ranks(2, 3, 5)
 def test_ranks_that_come_when_the_others_leave(patient, record_directory):
     # Longer than a rank may lose its core for, in the middle of a call.
-    deadline, chance = 0.08, random.Random(5)
-    for number in range(9):
+    deadline, chance = 0.3, random.Random(5)
+    for number in range(5):
         late, length = chance.randrange(patient.size), chance.choice([SMALL, LARGE])
         offset = chance.uniform(-0.004, 0.004)
         wait_for_all()

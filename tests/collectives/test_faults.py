@@ -16,8 +16,8 @@ START = """
 import faulthandler, os, random, signal, subprocess, sys, threading, time
 import numpy as np
 import collectives
-faulthandler.dump_traceback_later(40, exit=True)
-comm = collectives.world(deadline=25)
+faulthandler.dump_traceback_later(55, exit=True)
+comm = collectives.world(deadline=60)
 from mpi4py import MPI
 rank, size = comm.rank, comm.size
 total = size * (size + 1) / 2
@@ -64,11 +64,11 @@ else:
     {GO_ON[call].replace("other = comm.split(0)", "pass")}
 """
     start = time.monotonic()
-    ended = launch(size, program(body), timeout=60)
+    ended = launch(size, program(body), timeout=80)
     assert ended.returncode != 0
     assert "CollectiveMismatchError" in ended.stderr
     assert "exit(): the program has ended, after fewer calls than on other ranks" in ended.stderr
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
 
 
 def test_a_rank_that_returns_early_tells_the_others_at_every_call(launch):
@@ -82,7 +82,7 @@ if rank != 0:
         else:
             raise AssertionError("no error")
 """
-    ended = launch(3, program(body), timeout=60)
+    ended = launch(3, program(body), timeout=80)
     assert (ended.returncode, ended.stdout, errors_of(ended)) == (0, "", "")
 
 
@@ -96,12 +96,12 @@ print("begun", flush=True)
 {GO_ON[call]}
 """
     start = time.monotonic()
-    ended = launch(size, program(body), timeout=60)
+    ended = launch(size, program(body), timeout=80)
     assert ended.returncode != 0
     assert "begun" in ended.stdout, ended.stderr
     assert "AssertionError" not in ended.stderr
     assert "NameError" not in ended.stderr
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.skipif(
@@ -153,7 +153,7 @@ for number in range(30):
 time.sleep(0.1)
 comm.barrier()
 """
-    ended = launch(size, program(body), timeout=60)
+    ended = launch(size, program(body), timeout=80)
     assert (ended.returncode, errors_of(ended)) == (0, "")
 
 
@@ -167,7 +167,7 @@ def test_an_interrupt_of_one_rank_that_waits_ends_its_calls(call, launch):
         "one by one": "comm.all_reduce(np.full(9, 1), algorithm='ring')",
     }
     body = f"""
-comm.deadline = 1
+comm.deadline = 5
 if rank == 0:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
@@ -184,9 +184,9 @@ if rank == 0:
         else:
             raise AssertionError("went on")
 else:
-    time.sleep(1)
+    time.sleep(3)
 """
-    ended = launch(2, program(body), timeout=60)
+    ended = launch(2, program(body), timeout=80)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -198,12 +198,12 @@ else:
 )
 def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, way, step, launch):
     body = f"""
-comm.deadline = 0.5
+comm.deadline = 1.5
 engine = comm._engine
 native = engine.node.steps.{step}
 def stop_here():
     engine.node.steps.{step} = native
-    stop_for(2).wait()
+    stop_for(5).wait()
     native()
 if rank == 0:
     engine.node.steps.{step} = stop_here
@@ -225,7 +225,7 @@ for call in (check, lambda: check(50_000), comm.barrier, lambda: comm.split(0),
             raise AssertionError("went on")
 comm.close() if rank else None
 """
-    ended = launch(size, program(body), timeout=60)
+    ended = launch(size, program(body), timeout=80)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -241,7 +241,7 @@ if rank == 1:
 comm.all_reduce(np.full(50_000, rank + 1.0), algorithm="native")
 """
     start = time.monotonic()
-    ended = launch(2, program(body), timeout=60)
+    ended = launch(2, program(body), timeout=80)
     assert ended.returncode != 0
     assert time.monotonic() - start < 15
     assert "inside a library (MPI or NCCL) for the deadline of 1 s" in ended.stderr
@@ -283,7 +283,7 @@ check()
 check(50_000)
 comm.all_reduce_async(np.ones(3)).wait()
 """
-    ended = launch(2, program(body), timeout=60)
+    ended = launch(2, program(body), timeout=80)
     assert (ended.returncode, ended.stdout, errors_of(ended)) == (0, "", "")
 
 
@@ -307,7 +307,7 @@ else:
     MPI.COMM_WORLD.Barrier()
     check()
 """
-    ended = launch(2, program(body), timeout=60)
+    ended = launch(2, program(body), timeout=80)
     assert (ended.returncode, ended.stdout) == (0, "")
 
 
@@ -324,7 +324,7 @@ for status in (1, 3):
         sys.exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 """
-    ended = launch(2, program(body), timeout=60)
+    ended = launch(2, program(body), timeout=80)
     assert (ended.returncode, ended.stdout, errors_of(ended)) == (0, "", "")
 
 
@@ -345,5 +345,5 @@ for length in (10, 50_000):
     for thread in threads: thread.join()
 assert not failed, failed
 """
-    ended = launch(size, program(body), timeout=60)
+    ended = launch(size, program(body), timeout=80)
     assert (ended.returncode, errors_of(ended)) == (0, "")

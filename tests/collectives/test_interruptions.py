@@ -494,7 +494,7 @@ if comm.rank == 1:
     else:
         raise AssertionError("went on")
 else:
-    time.sleep(0.6)
+    time.sleep(2)
     start = time.monotonic()
     try:
         for _ in range(2):

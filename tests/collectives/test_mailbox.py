@@ -243,7 +243,7 @@ def test_a_wait_for_messages_ends_in_time(comm):
     box = comm.mailbox()
     start = time.monotonic()
     assert box.receive(timeout=0) is None
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     assert box.receive(timeout=0.2) is None
     assert 0.2 <= time.monotonic() - start < 10
     comm.barrier()
@@ -412,7 +412,7 @@ DEATHS = """
 if rank == last:
     box.send(0, "to the end", [np.ones(9)])
     comm.barrier()  # the others have sent
-    time.sleep(0.2)  # in which the message leaves, and the others leave the barrier
+    time.sleep(2)  # in which the message leaves, and the others leave the barrier
     os.kill(os.getpid(), signal.SIGKILL)
 large = box.send(last, "large", [np.ones(3_000_000)])
 comm.barrier()
@@ -511,7 +511,7 @@ def test_the_end_of_a_program_after_an_interrupted_transfer(tmp_path):
     serving = TORN.replace("comm.barrier()\nos._exit(0)", "if rank != torn: box.receive()")
     program = [sys.executable, "-c", DYING + "CALL = 'Isend'" + serving]
     line = launcher_line(2, program, deaths=False)
-    ended = run_launcher(line, {"MARKS": str(tmp_path)}, timeout=20)
+    ended = run_launcher(line, {"MARKS": str(tmp_path)}, timeout=60)
     assert ended.returncode
     assert "halfway: this process ends without MPI" in ended.stderr
 

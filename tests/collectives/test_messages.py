@@ -366,7 +366,9 @@ def test_dropped_handles_do_not_break_exit(launch):
 
 LOST = """
 import numpy as np, collectives
-comm = collectives.world(deadline=1)
+comm = collectives.world()
+comm.barrier()
+comm.deadline = 1
 comm.isend(np.zeros(3_000_000), 1 - comm.rank)
 """
 

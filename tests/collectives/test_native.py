@@ -126,8 +126,10 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     from collectives.transports import mpi_native
     from collectives.waiting import watchdog
 
+    comm = collectives.world()
+    comm.barrier()
     watchdog.GRACE_SECONDS = 0.2
-    comm = collectives.world(deadline=0.5)
+    comm.deadline = 2
 
     def refused(comm, op, source, target, lengths, root):
         comm.Allreduce([source, MPI.DOUBLE], [target, MPI.DOUBLE], MPI.BAND)
@@ -150,7 +152,7 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     assert "MPI refused this rank's part of all_reduce: " in ended.stdout
     assert "the communicator can't go on: MPI refused" in ended.stdout
     assert "rank 0" in ended.stderr
-    assert "inside a library (MPI or NCCL) for the deadline of 0.5 s" in ended.stderr
+    assert "inside a library (MPI or NCCL) for the deadline of 2 s" in ended.stderr
 
 
 # What rank 1 stops before, the call, and its name in the message.
@@ -171,8 +173,10 @@ def test_the_job_ends_where_a_rank_stops_inside_mpi(launch, method):
     from collectives.transports.mpi import MpiTransport
     from collectives.waiting import watchdog
 
+    comm = collectives.world()
+    comm.barrier()
     watchdog.GRACE_SECONDS = 0.2
-    comm = collectives.world(deadline=0.5)
+    comm.deadline = 2
     stopped = MpiTransport.{method}
     if comm.rank == 1:
         MpiTransport.{method} = lambda self, given: (time.sleep(60), stopped(self, given))[1]

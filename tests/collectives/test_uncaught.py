@@ -12,7 +12,14 @@ from tests.worlds.launcher import find_mpirun, is_open_mpi
 
 pytestmark = pytest.mark.both_mpis
 
-START = "import collectives, numpy, sys\ncomm = collectives.world()\nrank = comm.rank\n"
+# The rank that shows the traceback ends the job once the others have had time for their lines.
+START = (
+    "import collectives, numpy, sys\n"
+    "from collectives.consistency import uncaught\n"
+    "uncaught._FURTHER_HOP = 1.0\n"
+    "comm = collectives.world()\n"
+    "rank = comm.rank\n"
+)
 # The raised error, the world rank that shows the traceback, and the ranks that don't.
 ALIKE = {
     "a mismatch": (
@@ -136,7 +143,7 @@ def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
         "    raise FileNotFoundError('no such data')\n"
         "collectives.world()"
     )
-    ended = launch(2, [sys.executable, "-c", program], timeout=20)
+    ended = launch(2, [sys.executable, "-c", program], timeout=60)
     # MPICH's mpirun may give that of the rank that it kills.
     assert ended.returncode == 1 or (ended.returncode == 9 and not is_open_mpi(find_mpirun()))
     assert ended.stderr.count("Traceback") == 1, ended.stderr
@@ -144,8 +151,10 @@ def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
 
 
 def test_an_exception_after_mpi_has_ended_is_shown(launch):
-    program = START + "from mpi4py import MPI\nMPI.Finalize()\nraise KeyError(rank)"
-    ended = launch(2, [sys.executable, "-c", program], timeout=20)
+    # mpirun may end the other rank as soon as this one has ended.
+    end_late = "import atexit, time\natexit.register(time.sleep, 2)\n"
+    program = START + end_late + "from mpi4py import MPI\nMPI.Finalize()\nraise KeyError(rank)"
+    ended = launch(2, [sys.executable, "-c", program], timeout=60)
     assert ended.returncode != 0
     for rank in range(2):
         assert f"\nKeyError: {rank}\n" in ended.stderr, ended.stderr

@@ -84,7 +84,7 @@ def test_what_nccl_reports_is_raised_by_wait_and_ends_the_communicator():
 
         def one_rank(transport):
             comm = communicator(gpus, transport, deadline=10)
-            gpus.slow(gpus.current_stream(), 0.2)
+            gpus.slow(gpus.current_stream(), 5)
             handle = comm.all_reduce_async(filled(gpus, 1))
             nccl.comms[comm.rank].error = NcclError(6, "remote error")
             with pytest.raises(CollectiveError, match=r"all_reduce.*remote error"):
@@ -108,9 +108,10 @@ def test_a_call_that_fails_ends_the_communicator(name):
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            comm = communicator(gpus, transport, deadline=0.4)
+            comm = communicator(gpus, transport, deadline=10)
             array = filled(gpus, comm.rank)
             call(comm, array).wait()
+            comm.deadline = 1.5
             if comm.rank == 0:
                 nccl.fail_next(0, name, 1)
             problem = "failure" if comm.rank == 0 else "waited the deadline"
@@ -131,9 +132,10 @@ def test_what_one_rank_alone_can_not_do_is_no_call_of_its_next_one(monkeypatch):
     with simulated() as (gpus, nccl):
 
         def one_rank(transport):
-            comm = communicator(gpus, transport, deadline=0.4)
+            comm = communicator(gpus, transport, deadline=10)
             array = filled(gpus, comm.rank)
             comm.all_reduce(array)
+            comm.deadline = 1.5
             if comm.rank == 1:
                 monkeypatch.setattr(comm._devices._path, "run", fail)
                 with pytest.raises(OSError, match="no kernel"):

@@ -287,7 +287,7 @@ def test_what_is_used_is_held_until_it_is_done():
     def program(comm, cuda):
         array = cuda.from_host(np.full(2, comm.rank, np.float32))
         comm.all_reduce(array)
-        cuda.slow(cuda.current_stream(), 0.2)
+        cuda.slow(cuda.current_stream(), 1)
         comm.all_reduce(array, out=array)
         launched = comm._devices._path._launches._launched
         assert any(held is not None and held.base is array.base for held in launched[-1].held)
@@ -302,7 +302,7 @@ def test_what_is_used_is_held_until_it_is_done():
 
 def test_a_handle_waits_for_the_gpu():
     def program(comm, cuda):
-        cuda.slow(cuda.current_stream(), 0.3)
+        cuda.slow(cuda.current_stream(), 1)
         values = cuda.empty(2, np.dtype(np.float32))
         plain(values)[...] = comm.rank + 1
         handle = comm.all_reduce_async(values)

@@ -142,7 +142,7 @@ def test_an_error_surfaces_once_with_its_place(comm):
 def test_an_error_cancels_what_waits(comm):
     def chief(coordinator):
         _, *others = [
-            coordinator.schedule(sleep_and_fail, (0.3,)),
+            coordinator.schedule(sleep_and_fail, (2,)),
             *(coordinator.schedule(own_rank) for _ in range(3)),
         ]
         with pytest.raises(KeyError):

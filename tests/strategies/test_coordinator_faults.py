@@ -174,7 +174,7 @@ mark("told")
 def test_a_killed_server_is_named(tmp_path):
     serve = (
         "import threading\n"
-        "    if rank == 0: threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+        "    if rank == 0: threading.Timer(3, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     )
     chief = """
 told = 0

@@ -10,7 +10,7 @@ from tests.slow import slow_but
 
 pytestmark = pytest.mark.both_mpis
 
-DEADLINE_SECONDS = 2
+DEADLINE_SECONDS = 3
 SLOW = pytest.mark.slow
 MADE = {
     "mirrored": "strategies.MirroredStrategy()",

@@ -219,7 +219,7 @@ except collectives.RankFailedError as error:
     assert time.monotonic() - start < 15
     mark("told")
 """
-    serve = "import threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+    serve = "import threading; threading.Timer(3, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     ended = run(3, 1, body, tmp_path, serve=serve, deaths=True)
     assert ended.marks == ["1 told", "2 told"], ended
     if not is_open_mpi(find_mpirun()):

@@ -3,14 +3,15 @@
 import os
 import signal
 import sys
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from collectives import MismatchError
 from strategies import Checkpoint, CheckpointManager, Variable, latest_checkpoint
+from strategies.checkpoint import preemption
 from strategies.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.strategies.support import refusal, same_refusal, strategy_of
 
@@ -34,7 +35,6 @@ class Training:
 
     def step(self, then=lambda: None):
         self.number.assign_add(1.0)
-        time.sleep(0.001)  # so that a grace period has few steps
         then()
         return float(self.number)
 
@@ -66,17 +66,18 @@ def test_all_ranks_save_after_the_step_of_the_signal_and_go_on_there(comm, direc
         restored.handler.close()
 
 
-def test_a_grace_period_is_used_for_training(comm, directory):
+def test_a_grace_period_is_used_for_training(comm, directory, monkeypatch):
     """A checkpoint after the notice, and another one when there is time for no more."""
-    saved = []
+    saved, clock = [], SimpleNamespace(now=1.0)
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: clock.now))
     config = TerminationConfig(
         exit_fn=lambda: sys.exit(7), grace_period=0.6, signals=[signal.SIGUSR1]
     )
 
     class Manager(CheckpointManager):
         def save(self, step=None):
-            saved.append((step, time.monotonic()))
-            time.sleep(0.1)  # the time that the last checkpoint must be left
+            saved.append((step, clock.now))
+            clock.now += 0.1  # the time that the last checkpoint must be left
             return super().save(step)
 
     with strategy_of(comm) as strategy:
@@ -85,6 +86,7 @@ def test_a_grace_period_is_used_for_training(comm, directory):
         def train(handler):
             for step in range(5_000):
                 told = step == 2 and comm.rank == 0
+                clock.now += 0.01
                 handler.run(training.step, to_itself(signal.SIGUSR1) if told else lambda: None)
 
         with training.handler as handler, pytest.raises(SystemExit) as ended:

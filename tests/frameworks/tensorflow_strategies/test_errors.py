@@ -152,9 +152,9 @@ def test_a_mistake_of_one_rank(tf, strategy, comm):
 
 def test_a_deadline(tf, strategy, comm):
     before = comm.deadline
-    strategy.communicator.deadline = 1.0
     function = tf.function(lambda: strategy.reduce("SUM", tf.ones([2]), axis=None))
     function()
+    strategy.communicator.deadline = 1.0
     try:
         if comm.rank == 0:
             with pytest.raises(collectives.DeadlineExceededError):

@@ -92,8 +92,8 @@ def test_a_rank_that_destroys_its_group_late_does_not_wait_for_the_others(launch
         "time.sleep(0 if rank else 1)\n"
         "start = time.monotonic()\n"
         "dist.destroy_process_group()\n"
-        "assert time.monotonic() - start < 2\n"
-        "if rank: time.sleep(5)\n"
+        "assert time.monotonic() - start < 4\n"
+        "if rank: time.sleep(8)\n"
     )
     ended = launch(2, [sys.executable, "-c", program], timeout=60)
     assert ended.returncode == 0, ended.stderr
