@@ -233,6 +233,7 @@ LAZY = {
     },
     "jax": {
         "collectives/jax/functions.py",
+        "collectives/jax/hoisting.py",
         "collectives/jax/host_calls.py",
         "collectives/jax/kinds.py",
         "collectives/jax/lowering_in_place.py",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from collectives.calls.scans import refuse_mean
 from collectives.communicator import Communicator
 from collectives.jax.host_calls import HostFunction
-from collectives.jax.kinds import MESSAGES, PVARY, Call, rank_of
+from collectives.jax.kinds import MESSAGES, PVARY, Call, is_small_float, rank_of
 from collectives.jax.paths import text_of_keys
 from collectives.jax.primitive import bind
 from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
@@ -200,7 +200,7 @@ def _reducible(tree: Tree, op: str) -> Tree:
         array = jnp.asarray(leaf)
         if op == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact):
             return array.astype(float)
-        if _is_small_float(array.dtype):
+        if is_small_float(array.dtype):
             return array.astype(jnp.float32)
         reduction_for(ReduceOp(op), array.dtype)
         return array
@@ -217,11 +217,7 @@ def _of_dtypes(tree: Tree, call: Call) -> Call:
 
 def _is_reduced_wider(dtype: Any, call: Call) -> bool:
     whole = call.op == "mean" and not jnp.issubdtype(dtype, jnp.inexact)
-    return whole or _is_small_float(dtype)
-
-
-def _is_small_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
+    return whole or is_small_float(dtype)
 
 
 def _is_key(leaf: Any) -> bool:
@@ -271,7 +267,7 @@ def _made(tree: Tree, call: Call, after: Any, like: Any = None) -> Tree:
         results[number] = jax.random.wrap_key_data(results[number], impl=jax.random.key_impl(key))
     for number, leaf in enumerate(jax.tree.leaves(like)):
         dtype = jnp.asarray(leaf).dtype
-        if _is_small_float(dtype):
+        if is_small_float(dtype):
             results[number] = results[number].astype(dtype)
     result: Tree = jax.tree.unflatten(structure, results)
     return result

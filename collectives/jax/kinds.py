@@ -22,6 +22,8 @@ LINEAR = ("sum", "mean")
 
 MESSAGES = ("send", "recv", "sendrecv")
 
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
 PVARY = "pvary"
 """The transpose of `all_reduce`: each rank gets the cotangent of the total, which all ranks have.
 
@@ -85,9 +87,22 @@ def _scaled(call: Call, arrays: list[Any]) -> list[Any]:
 
 
 def _to(kind: str) -> Callable[[Call, list[Any], Bind], list[Any]]:
-    return lambda call, cotangents, bind: _scaled(
-        call, bind(cotangents, replace(call, kind=kind, op="sum"))
-    )
+    def transposed(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
+        dtypes = [each.dtype for each in cotangents]
+        if kind in _REDUCING:
+            cotangents = [
+                each.astype(jnp.float32) if is_small_float(each.dtype) else each
+                for each in cotangents
+            ]
+        found = _scaled(call, bind(cotangents, replace(call, kind=kind, op="sum")))
+        return [each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True)]
+
+    return transposed
+
+
+def is_small_float(dtype: Any) -> bool:
+    """Whether it is a float of 8 bits, which is reduced in float32."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
 
 
 def _of_higher_ranks(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:

@@ -28,9 +28,8 @@ _WITH_REGIONS = (
 )
 
 
-def lower_in_place(primitive: Primitive) -> None:
+def lower_in_place(contains: Contains) -> None:
     """Lower from now on what contains the primitive where it is used."""
-    contains = _Contains(primitive)
     for each, entry in list(mlir._lowerings.items()):
         # Older versions keep the rules themselves.
         rule = getattr(entry, "rule", entry)
@@ -44,7 +43,7 @@ def lower_in_place(primitive: Primitive) -> None:
 
 
 def _if_within(
-    contains: _Contains,
+    contains: Contains,
     own: Callable[..., Any],
     rule: Callable[..., Any],
     ctx: Any,
@@ -63,7 +62,7 @@ def _in_place(rule: Callable[..., Any], ctx: Any, *operands: Any, **parameters: 
     return mlir.lower_fun(jaxpr_as_fun(jaxprs[0]), multiple_results=True)(ctx, *operands)
 
 
-class _Contains:
+class Contains:
     """Whether a program contains a primitive, also in functions and loops within it."""
 
     def __init__(self, primitive: Primitive) -> None:
@@ -71,6 +70,7 @@ class _Contains:
         self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def __call__(self, closed: Any) -> bool:
+        """Whether this program does."""
         jaxpr = getattr(closed, "jaxpr", closed)
         if jaxpr not in self._known:
             self._known[jaxpr] = any(map(self._is_in, jaxpr.eqns))

@@ -16,8 +16,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collectives.jax import host_calls, kinds
+from collectives.jax.hoisting import keep_in_loops
 from collectives.jax.kinds import KINDS, LINEAR, MESSAGES, PVARY, Call
-from collectives.jax.lowering_in_place import lower_in_place
+from collectives.jax.lowering_in_place import Contains, lower_in_place
 from collectives.jax.ordering import TOKEN, keep_last, results_before, token_of
 from collectives.jax.program_order import keep_order
 from collectives.jax.tokens import uncached
@@ -48,8 +49,11 @@ for _allowed in (
     effects.custom_derivatives_allowed_effects,
     # A call that is computed again is made again, by all ranks.
     effects.remat_allowed_effects,
+    # JAX before 0.4.36 has no such list.
+    getattr(effects, "partial_eval_kept_effects", None),
 ):
-    _allowed.add_type(_Kept)
+    if _allowed is not None:
+        _allowed.add_type(_Kept)
 
 
 @_primitive.def_effectful_abstract_eval
@@ -193,4 +197,5 @@ ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch
 mlir.register_lowering(_primitive, _lower, **uncached)
-lower_in_place(_primitive)
+lower_in_place(_contains := Contains(_primitive))
+keep_in_loops(_contains)

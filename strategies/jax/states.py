@@ -35,7 +35,8 @@ class PytreeState:
     Raises a MismatchError on every rank where the ranks' pytrees differ in keys, shapes or dtypes;
     ValueError for two leaves of one path and integers that JAX would change; under LocalSGDStrategy
     also without `parameters`, for parameters that aren't floats, and where a pytree is assigned
-    whose structure, shapes or dtypes are others; TypeError under ParameterServerStrategy, whose
+    whose structure, shapes or dtypes are others; RuntimeError where one is assigned after an
+    averaging and `value` was not read in between; TypeError under ParameterServerStrategy, whose
     variables are `strategies.Variable` alone.
     """
 
@@ -87,6 +88,11 @@ class PytreeState:
         if self._averaged is None:
             self._value = value
             return
+        if self._averaged.unread:
+            raise RuntimeError(
+                "PytreeState: the ranks have averaged the parameters since `value` was last read: "
+                "must be computed from the averages; what is trained together is one PytreeState"
+            )
         kinds = _kinds_of(value)
         if kinds != self._kinds:
             raise ValueError(

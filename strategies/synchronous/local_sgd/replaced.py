@@ -59,10 +59,16 @@ class AveragedArrays:
         """Replace the arrays by equal ones on all replicas, on which they agree."""
         for value, array in zip(self._values, arrays, strict=True):
             value.change(assign, array)
+            value.averaged = False
+
+    @property
+    def unread(self) -> bool:
+        """Whether an averaging has changed the arrays since `averages` was last called."""
+        return any(value.averaged for value in self._values)
 
     def averages(self) -> list[Array] | None:
         """The arrays after an averaging; None where there was none since this was last called."""
-        if not any(value.averaged for value in self._values):
+        if not self.unread:
             return None
         for value in self._values:
             value.averaged = False

@@ -196,6 +196,12 @@ def test_dtypes_and_pytrees(jax, calls, comm):
     gradient = jax.grad(lambda t: calls.broadcast(t)["a"].sum(), allow_int=True)(mixed)
     np.testing.assert_array_equal(gradient["a"], np.full(2, size if comm.rank == 0 else 0))
     assert ml_dtypes.bfloat16 is not None
+    small = own["float8_e4m3fn"]
+    for call in (calls.all_gather, calls.broadcast, calls.pvary):
+        slope = jax.jit(jax.grad(lambda x, f=call: f(x).astype(float).sum()))(small)
+        assert slope.dtype == small.dtype
+        due = 0 if call is calls.broadcast and comm.rank else size
+        np.testing.assert_array_equal(slope.astype(float), due)
 
 
 def test_messages_and_barriers_run_although_nothing_uses_them(jax, calls, comm):

@@ -147,6 +147,37 @@ def test_derivatives_of_checkpoints(jax, calls, comm):
     np.testing.assert_allclose(jax.jit(jax.grad(loss(jax.checkpoint(layer))))(own), wanted, 1e-6)
 
 
+def test_calls_in_loops_run_in_each_iteration_under_reverse_mode(jax, calls, comm):
+    """Also where a rank gives arrays that depend on no iteration, or uses no result."""
+    jnp, lax, rank, last = jax.numpy, jax.lax, comm.rank, comm.size - 1
+
+    def body(weight, carry, x):
+        if rank == 0:
+            calls.send(x, last, tag=1)
+        got = calls.recv(jnp.zeros(()), 0, tag=1) if rank == last else x
+        shared = calls.broadcast(x if rank == 0 else jnp.zeros(()))
+        calls.barrier()
+        return carry + weight * (got + shared)
+
+    def scanned(body, checkpointed=lambda function: function):
+        def loss(weight, xs):
+            return lax.scan(lambda c, x: (body(weight, c, x), (c, x)), 0.0, xs)[0]
+
+        return jax.jit(jax.value_and_grad(checkpointed(loss)))
+
+    losses = scanned(body), scanned(jax.checkpoint(body))
+    for number, loss in enumerate(2 * losses, 1):
+        value, slope = loss(2.0, number * jnp.arange(1.0, 5.0))
+        assert (float(value), float(slope)) == (40 * number, 20 * number)
+    fori = jax.jit(
+        jax.grad(lambda w: lax.fori_loop(0, 4, lambda i, c: body(w, c, 1.0 * i + 1.0), 0.0))
+    )
+    assert float(fori(2.0)) == 20
+    moved = scanned(body, jax.checkpoint)
+    with pytest.raises(NotImplementedError, match="depends on nothing of the iteration"):
+        moved(2.0, jnp.arange(1.0, 5.0))
+
+
 def test_programs_that_are_not_compiled(jax, calls, comm):
     with jax.disable_jit():
         found = jax.jit(lambda x: calls.all_reduce(x))(jax.numpy.ones(2) + comm.rank)
