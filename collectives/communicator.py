@@ -32,8 +32,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     Common errors: ValueError and TypeError for arguments that one rank can check by itself, raised
     before any message is sent, such as a torch tensor that requires grad (no call is
     differentiated: use `detach()` or `torch.no_grad()`). A MismatchError on every rank if their
-    calls differ. DeadlineExceededError, RankFailedError. RuntimeError after `close`, but for
-    `explain` and the properties.
+    calls differ. DeadlineExceededError, RankFailedError. RuntimeError after `close`, but for the
+    properties.
     """
 
     def all_reduce(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collectives import algorithms
-from collectives.analysis.traffic import Indices, Messages, messages
+from collectives.analysis.traffic import Indices, Messages, check_count, messages
 from collectives.schedules.schedule import Round, split_lengths
 from collectives.schedules.spec import spec_of
 
@@ -36,10 +36,7 @@ def sized_rounds(
     collective: str, algorithm: str, size: int, nbytes: int
 ) -> Iterator[tuple[Messages, Indices]]:
     """The messages of each round between all ranks, and their bytes."""
-    if size < 1:
-        raise ValueError(f"size={size}: must be at least 1")
-    if nbytes < 0:
-        raise ValueError(f"nbytes={nbytes}: must not be negative")
+    size, nbytes = check_count("size", size, 1), check_count("nbytes", nbytes, 0)
     found = algorithms.find(collective, algorithm)
     chunks = found.chunks(size)
     buffers = spec_of(collective).buffers
@@ -60,8 +57,9 @@ def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link
 
     `nbytes` is the size of the whole buffer in bytes: the result of all_gather and gather, the
     input of one rank of all_to_all and scatter. Raises ValueError for unknown names, a size below 1
-    or negative bytes.
+    or negative bytes, TypeError for numbers that are no integers.
     """
+    size = check_count("size", size, 1)
     rounds = sized_rounds(collective, algorithm, size, nbytes)
     clock = np.zeros(size)
     for each, lengths in rounds:

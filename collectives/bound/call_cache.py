@@ -21,8 +21,7 @@ _BARRIERS_SEEN = 64
 
 def barrier(engine: Engine, what: str | None = None) -> Operation:
     """A call without data, which returns once every rank has made it with the same text."""
-    check_text(what)
-    return Operation(Signature("barrier", detail=what), lambda engine: None)
+    return Operation(Signature("barrier", detail=check_text(what)), lambda engine: None)
 
 
 class CallCache(BoundReductionCalls, BoundMovementCalls):
@@ -36,7 +35,7 @@ class CallCache(BoundReductionCalls, BoundMovementCalls):
 
     def barrier(self, what: str | None) -> None:
         """As `Communicator.barrier`; bound where a text recurs, since many texts never do."""
-        check_text(what)
+        what = check_text(what)
         bound = self.bound_calls.get(("barrier", what))
         if bound is not None and bound(None, None) is not PASS:
             return

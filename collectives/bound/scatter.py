@@ -87,7 +87,7 @@ def _raise(error: Exception) -> NoReturn:
 
 def bytes_sent(engine: Engine, nbytes: int, dtype: np.dtype[Any]) -> int:
     """How many bytes rank 0 sends of an array of one axis: its kind, and the others' elements."""
-    found = Scattered(nbytes // dtype.itemsize, (), 0, dtype, False)
+    found = Scattered(nbytes // max(dtype.itemsize, 1), (), 0, dtype, False)
     kind = _Kind(found, engine.size, 0)
     return len(kind.pickled) + kind.nbytes
 

@@ -11,7 +11,7 @@ import numpy as np
 from collectives.arrays.kinds import to_numpy
 from collectives.communicator import Communicator
 from collectives.compression.compressors import ALLOWED, Compressor, MakeCompressor, parse
-from collectives.reductions.reduction import Array, ReduceOp, as_op
+from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 _COMPRESSED = ("float32", "float64")
 _Kinds: TypeAlias = tuple[ReduceOp, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]
@@ -106,7 +106,7 @@ class CompressedReducer:
         reduced = self._communicator.all_reduce_many(exact, op) if exact else []
         for number, array in zip(known.others, reduced, strict=True):
             results[number] = array
-        finite = True
+        finite = not known.parts or all(bool(np.isfinite(each).all()) for each in reduced)
         for part in known.parts:
             flat = self._sum(part, given, op)
             finite = finite and (not part.compressor.feeds_back or bool(np.isfinite(flat).all()))
@@ -150,6 +150,8 @@ class CompressedReducer:
                 f"{text}: the first call was {known.text.partition(': ')[2]}; other arrays need"
                 " another name"
             )
+        for each in given:
+            reduction_for(op, each.dtype)  # raises TypeError for a dtype without it
         return _List(kinds, text, given, None if self._node is None else self._make)
 
     def _keep_deadline(self) -> None:

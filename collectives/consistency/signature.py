@@ -121,10 +121,16 @@ def check_index(name: str, value: Any, limit: int, least: int = 0, also: str = "
     return index
 
 
-def check_text(what: Any) -> None:
-    """TypeError unless `what` is a text or None."""
-    if what is not None and not isinstance(what, str):
+def check_text(what: Any) -> str | None:
+    """`what` as a plain text, or None; TypeError otherwise.
+
+    The `repr` of subclasses, which ranks compare, may differ: a text of NumPy equals one of Python.
+    """
+    if what is None:
+        return None
+    if not isinstance(what, str):
         raise TypeError(f"{what=}: must be a str, or None")
+    return str.__str__(what)
 
 
 def shortened(parts: Sequence[str]) -> str:

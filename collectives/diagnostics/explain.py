@@ -18,10 +18,10 @@ from collectives.bound.small import (
 )
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
-from collectives.schedules.paths import DISSEMINATION, QUICKEST, SLOTS, STAGED
+from collectives.schedules.paths import DISSEMINATION, NATIVE, QUICKEST, SLOTS, STAGED
 from collectives.schedules.spec import spec_of
 from collectives.shm.layout import SMALL_BYTES
-from collectives.shm.selector import PathSelector
+from collectives.shm.selector import LARGEST_NATIVE, PathSelector
 
 
 def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
@@ -45,6 +45,8 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
         if selector.exchanges(nbytes):
             return _measured(selector, nbytes, "" if op is None else f" for {dtype}")
         return f"{STAGED} runs: there are more ranks than cores"
+    if collective == "all_to_all" and not equal and NATIVE in paths and nbytes <= LARGEST_NATIVE:
+        return f"{NATIVE} runs, where all parts have one size: between nodes"
     choice = engine.price(collective, nbytes, paths)
     return f"{choice}\n  by {engine.costs_source}" if choice.seconds else str(choice)
 

@@ -21,12 +21,14 @@ class Diagnostics:
     _engine: Engine
     _duplicate: Any
     _run: Callable[..., Any]
+    _check_open: Callable[[], None]
     _forget: Callable[..., Any]
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
         """The algorithm that would run for `nbytes` bytes, the expected time of each, and the
         source of the cost parameters: built in, `tune`, or a file.
         """
+        self._check_open()
         nbytes = check_index("nbytes", nbytes, 1 << 62)
         return explain(self._engine, spec_of(collective).name, nbytes, allocation.dtype_of(dtype))
 

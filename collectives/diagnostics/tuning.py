@@ -62,7 +62,9 @@ def _key(engine: Engine) -> Key:
 
 def tune(*, save: bool) -> Operation:
     """Measure, use the result from now on, and save it for later runs; returns a report."""
-    return Operation(Signature("tune", detail=f"save={save}"), lambda engine: _tune(engine, save))
+    return Operation(
+        Signature("tune", detail=f"save={bool(save)}"), lambda engine: _tune(engine, save)
+    )
 
 
 def _tune(engine: Engine, keep: bool) -> str:

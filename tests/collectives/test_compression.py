@@ -247,7 +247,10 @@ def test_steps_that_leave_no_trace(compression):
 
     def reduce(comm):
         reducer, undisturbed = (CompressedReducer(comm, compression) for _ in range(2))
-        given = [*gradients(comm.rank), *gradients(comm.rank, "float64")]
+        exact = np.full(3, comm.rank + 1, np.float16)
+        given = [*gradients(comm.rank), exact, *gradients(comm.rank, "float64")]
+        with pytest.raises(TypeError):
+            reducer.all_reduce_many([*given, np.ones(2, np.longdouble)])
         for _ in range(2):
             reducer.all_reduce_many(given)
             undisturbed.all_reduce_many(given)
@@ -264,6 +267,9 @@ def test_steps_that_leave_no_trace(compression):
         found = reducer.all_reduce_many(infinite)
         assert not np.isfinite(found[0]).all()
         assert not np.isfinite(found[-1]).all()
+        # Of one that is never compressed.
+        overflowing = [each * np.float16(np.inf) if each is exact else each for each in given]
+        assert np.isinf(reducer.all_reduce_many(overflowing)[len(SHAPES)]).all()
         for _ in range(2):
             check_same_on_all([each.all_reduce_many(given) for each in (reducer, undisturbed)])
 

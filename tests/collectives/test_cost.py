@@ -131,6 +131,17 @@ def test_impossible_sizes_are_refused(size, nbytes):
         collectives.estimate("all_reduce", "ring", size, nbytes, Link(1, 1, 1))
 
 
+@pytest.mark.parametrize("size", ["4", 4.0, None])
+def test_numbers_that_are_no_integers_are_refused(size):
+    for call in (
+        lambda: collectives.estimate("all_reduce", "ring", size, 8, Link(1, 1, 1)),
+        lambda: collectives.estimate("all_reduce", "ring", 4, size, Link(1, 1, 1)),
+        lambda: collectives.verify("all_reduce", "ring", size),
+    ):
+        with pytest.raises(TypeError, match=r"(size|nbytes)=.*: must be an integer"):
+            call()
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="algorithm='tree'"):
         collectives.estimate("all_reduce", "tree", 4, 8, Link(1, 1, 1))

@@ -273,6 +273,15 @@ def test_threads_of_one_process(size):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_texts_of_numpy_are_those_of_python(comm):
+    for number in range(4):
+        text = f"step {number % 2}"
+        comm.barrier(np.str_(text) if comm.rank else text)
+        comm.barrier_async(text if comm.rank else np.str_(text)).wait()
+
+
+@pytest.mark.mpi
 def test_errors_name_what_a_call_is_made_for(comm):
     """The outermost name is used until its scope has ended, also by an error."""
 
