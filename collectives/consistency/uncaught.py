@@ -9,7 +9,7 @@ import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from types import TracebackType
 from typing import Any
 
@@ -110,18 +110,31 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
         if _ends_alone or mpi.Is_finalized():
             show(kind, error, trace)
             return
+        rank = mpi.COMM_WORLD.rank
         try:
-            if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-                # torch's hook calls this one, and would print what it has collected afterwards.
+            # torch's hook calls this one, and would print what it has collected afterwards.
+            collected = isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None
+            if collected:
                 sys.stderr = sys.__stderr__
             _report()
-            _defer_to_other_rank(error, mpi.COMM_WORLD.rank)
-            show(kind, error, trace)
+            _defer_to_other_rank(error, rank)
+            with _prefixing(f"[rank{rank}]: ") if collected else nullcontext():
+                show(kind, error, trace)
             drain_output()
         finally:
             abort(mpi.COMM_WORLD)
 
     sys.excepthook = show_and_abort
+
+
+@contextmanager
+def _prefixing(prefix: str) -> Iterator[None]:
+    """Begin each line that is printed to standard error in the block as torch's hook does."""
+    with redirect_stderr(io.StringIO()) as printed:
+        yield
+    lines = printed.getvalue().splitlines(keepends=True)
+    sys.stderr.write("".join(prefix + line if line.strip() else line for line in lines))
+    sys.stderr.flush()
 
 
 def _report() -> None:

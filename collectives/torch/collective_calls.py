@@ -88,6 +88,11 @@ class CollectiveCalls:
         if op.op != torch.distributed.ReduceOp.SUM:
             self._refuse(f"{op.op}: only the sum of sparse tensors is supported")
         self.comm.barrier(f"all_reduce of sparse tensors of shape {tuple(tensor.shape)}")
+        # The mode is the caller's thread's alone, and without it these tensors can't be changed.
+        with torch.inference_mode(tensor.is_inference()):
+            self._sum_sparse(tensor)
+
+    def _sum_sparse(self, tensor: Any) -> None:
         part = tensor.detach().coalesce()
         # Kept until they are sent, as their arrays do not hold them.
         own_indices, own_values = part.indices().t().contiguous(), part.values().contiguous()

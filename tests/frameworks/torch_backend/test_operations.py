@@ -163,12 +163,14 @@ def test_sparse_all_reduce(torch, dist, comm, later):
     indices = torch.tensor([[comm.rank, comm.rank + 1]])
     rows = torch.full((2, 2), comm.rank + 1.0)
     shape = comm.size + 1, 2
-    tensor = torch.sparse_coo_tensor(indices, rows, shape, check_invariants=True)
     expected = torch.zeros(shape)
     for rank in range(comm.size):
         expected[rank : rank + 2] += rank + 1
-    call(dist.all_reduce, tensor, later=later)
-    assert torch.equal(tensor.to_dense(), expected)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            tensor = torch.sparse_coo_tensor(indices, rows, shape, check_invariants=True)
+            call(dist.all_reduce, tensor, later=later)
+            assert torch.equal(tensor.to_dense(), expected)
 
 
 @BOTH
