@@ -8,9 +8,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from collectives.horovod.joining import Request, with_joined
 from collectives.horovod.process_sets import ranks, size
+from strategies.tensorflow.horovod.gradients import key_of
 from strategies.tensorflow.horovod.movements import broadcast_variables
 from strategies.tensorflow.horovod.optimizer import is_distributed
 
@@ -23,10 +25,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = ()) -> None:
-        """local_variables: those that stay each rank's own."""
+        """local_variables: one or several that stay each rank's own."""
         super().__init__()
         self._root = root_rank
-        self._local = list(local_variables or ())
+        one = isinstance(local_variables, keras.Variable | tf.Variable)
+        self._local = [local_variables] if one else list(local_variables or ())
         self._done = False
 
     def register_local_var(self, var: Any) -> None:
@@ -45,7 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 " gradients overflow would make no call: distribute a"
                 " keras.optimizers.LossScaleOptimizer(optimizer)"
             )
-        self._done = self.model.built
+        self._done = all(layer.built for layer in self.model._flatten_layers())
         if self._done:
             if not self.model.optimizer.built:
                 self.model.optimizer.build(self.model.trainable_variables)
@@ -58,10 +61,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        local = set(map(id, self._local))
+        local = set(map(key_of, self._local))
         # Of random numbers every rank has its own.
         every = [*self.model.weights, *self.model.optimizer.variables]
-        broadcast_variables([each for each in every if id(each) not in local], self._root)
+        broadcast_variables([each for each in every if key_of(each) not in local], self._root)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

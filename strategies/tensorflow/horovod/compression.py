@@ -32,3 +32,10 @@ class Compression:
     fp16 = Compressor(tf.float16)
     bf16 = Compressor(tf.bfloat16)
     """Not Horovod's."""
+
+
+def check_compressor(compression: Any) -> Compressor:
+    """The argument; TypeError for classes of the program's own."""
+    if not isinstance(compression, Compressor):
+        raise TypeError(f"compression={compression!r}: must be one of hvd.Compression")
+    return compression

@@ -12,7 +12,7 @@ from collectives.horovod.ops import Op, op_of
 from collectives.horovod.process_sets import ProcessSet, global_process_set
 from collectives.reductions.reduction import ReduceOp
 from strategies.tensorflow.horovod.calls import names_of
-from strategies.tensorflow.horovod.compression import Compression, Compressor
+from strategies.tensorflow.horovod.compression import Compression, Compressor, check_compressor
 from strategies.tensorflow.horovod.reductions import reduce_all
 
 
@@ -35,7 +35,8 @@ class GradientReduction:
             raise ValueError(
                 f"gradient_predivide_factor={gradient_predivide_factor}: must be with op=Average"
             )
-        self._compression, self._sparse_as_dense = compression, sparse_as_dense
+        self._compression = check_compressor(compression)
+        self._sparse_as_dense = sparse_as_dense
         self._process_set = global_process_set if process_set is None else process_set
         self._scales_local = scale_local_gradients
         self._local: dict[int, Any] = {}
@@ -191,8 +192,10 @@ def PartialDistributedGradientTape(  # noqa: N802  # Horovod's name
 
 
 def variables_of(layers: Any) -> list[Any]:
-    """What is trained of one layer, several, or None."""
-    every = layers if isinstance(layers, list | tuple | set) else [layers]
-    return [
-        variable for layer in every if layer is not None for variable in layer.trainable_weights
-    ]
+    """What is trained of one layer, several, or None; ValueError for layers without variables."""
+    given = layers if isinstance(layers, list | tuple | set) else [layers]
+    every = [layer for layer in given if layer is not None]
+    for layer in every:
+        if not layer.built:
+            raise ValueError(f"local_layers: {layer.name!r} has no variables before it is built")
+    return [variable for layer in every for variable in layer.trainable_weights]

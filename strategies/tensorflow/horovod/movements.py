@@ -21,9 +21,14 @@ from strategies.tensorflow.horovod.calls import (
     compare,
     compare_given,
     names_of,
-    reduce_in_one,
     rows_of,
     run_in_order,
+)
+from strategies.tensorflow.horovod.differentiation import (
+    compare_gradient,
+    gradient_of,
+    new_call,
+    reduced,
 )
 
 
@@ -38,23 +43,29 @@ def allgather(
     The gradient is the average of the ranks' gradients of these rows, as Horovod's.
     """
     comm = ranks_of(process_set)
+    compare_given(comm, "allgather", text_of(name))
+    return gather_rows(comm, tf.convert_to_tensor(tensor))
+
+
+def gather_rows(comm: Communicator, tensor: Any) -> Any:
+    """As `allgather`. Of a tensor without axes one row."""
+    if tensor.shape.rank == 0:
+        tensor = tensor[None]
+    call_name = new_call(comm)
 
     @tf.custom_gradient
     def gather(tensor: Any) -> Any:
         def gradient(given: Any) -> Any:
-            tensors, own_rows = [tf.convert_to_tensor(given), tensor], partial(_own_rows, comm)
-            return call_for_one(comm, "allgather", own_rows, tensors, tensor.shape)
+            text = gradient_of(comm, call_name)
+            (average,) = reduced(comm, [tf.convert_to_tensor(given)], ReduceOp.MEAN, text, text)
+            own = tf.shape(tensor)[:1]
+            counts = call_for_one(comm, "allgather", comm.all_gather, [own], [comm.size])
+            begin = tf.reduce_sum(counts[: comm.rank])
+            return tf.ensure_shape(average[begin : begin + own[0]], tensor.shape)
 
         return call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor)), gradient
 
-    compare_given(comm, "allgather", text_of(name))
-    return gather(tf.convert_to_tensor(tensor))
-
-
-def _own_rows(comm: Communicator, gradients: Any, tensor: Any) -> Any:
-    counts = comm.all_gather(np.array([len(tensor)]))
-    begin = int(counts[: comm.rank].sum())
-    return comm.all_reduce(gradients, "mean")[begin : begin + len(tensor)]
+    return gather(tensor)
 
 
 def grouped_allgather(
@@ -83,12 +94,15 @@ def broadcast(
     gradient is the average of the ranks' gradients, the others' is zero, as Horovod's.
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
+    call_name = new_call(comm)
 
     @tf.custom_gradient
     def send(tensor: Any) -> Any:
         def gradient(given: Any) -> Any:
-            (average,) = reduce_in_one(comm, [tf.convert_to_tensor(given)], ReduceOp.MEAN)
-            return average if comm.rank == root else tf.zeros_like(average)
+            text = gradient_of(comm, call_name)
+            (average,) = reduced(comm, [tf.convert_to_tensor(given)], ReduceOp.MEAN, text, text)
+            # On every rank it depends on the average, whose own gradient is a call, too.
+            return tf.where(comm.rank == root, average, tf.zeros_like(average))
 
         call = partial(_broadcast, comm, root)
         return call_for_one(comm, "broadcast", call, [tensor], tensor.shape), gradient
@@ -152,10 +166,12 @@ def alltoall(
     of them each rank sent, an int32 tensor. ValueError if the rows can't be cut so.
     """
     comm = ranks_of(process_set)
+    call_name = new_call(comm)
 
     @tf.custom_gradient
     def exchange(tensor: Any, lengths: Any) -> Any:
         def gradient(given: Any, _: Any) -> Any:
+            compare_gradient(comm, call_name)
             back, _ = alltoall(given, received, process_set=process_set)
             return tf.ensure_shape(back, tensor.shape), None
 

@@ -57,6 +57,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     if is_distributed(optimizer):
         raise ValueError("optimizer: is a DistributedOptimizer already")
+    for device in (device_dense, device_sparse):
+        if not isinstance(device, str):
+            raise TypeError(f"{device=}: must be a str; compression is the sixth argument")
     passes = backward_passes_per_step
     if passes < 1:
         raise ValueError(f"backward_passes_per_step={passes}: must be at least 1")
@@ -116,6 +119,8 @@ class _Step:
 
     def take(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """As `keras.optimizers.Optimizer.apply`, of the gradients over the ranks. Collective."""
+        if trainable_variables is None and not self._optimizer.built:
+            return self._apply_own(self._optimizer, grads)  # raises Keras's error
         known = self._optimizer._trainable_variables
         variables = list(known if trainable_variables is None else trainable_variables)
         if self._passes == 1:

@@ -12,18 +12,15 @@ from collectives.consistency.signature import detail_of
 from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of
 from collectives.reductions.reduction import ReduceOp
-from strategies.tensorflow.horovod.calls import (
-    call_alone,
-    call_for_one,
-    compare,
-    compare_given,
-    reduce_in_one,
-    rows_of,
+from strategies.tensorflow.horovod.calls import call_for_one, compare, compare_given, rows_of
+from strategies.tensorflow.horovod.compression import Compression, Compressor, check_compressor
+from strategies.tensorflow.horovod.differentiation import (
+    LINEAR,
+    compare_gradient,
+    new_call,
+    reduced,
 )
-from strategies.tensorflow.horovod.compression import Compression, Compressor
-from strategies.tensorflow.horovod.movements import allgather
-
-_LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+from strategies.tensorflow.horovod.movements import gather_rows
 
 
 def allreduce(
@@ -97,9 +94,10 @@ def reduce_all(
     what: str | None = None,
 ) -> list[Any]:
     """As `grouped_allreduce`. `what` is a text that must be equal on all ranks."""
+    compression = check_compressor(compression)
     slices = [each for each in tensors if _is_slices(each)]
     plain = [tf.convert_to_tensor(each) for each in tensors if not _is_slices(each)]
-    if slices and (op not in _LINEAR or (prescale_factor, postscale_factor) != (1.0, 1.0)):
+    if slices and (op not in LINEAR or (prescale_factor, postscale_factor) != (1.0, 1.0)):
         raise NotImplementedError(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
@@ -124,15 +122,19 @@ def reduce_all(
         what = detail_of(what, f"{op.value}, IndexedSlices at {places}")
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
-    reduced = _reduced(comm, given, op_of_plain, what)
+    if given:
+        totals = reduced(comm, given, op_of_plain, what)
+    else:
+        totals = []
+        compare_given(comm, "allreduce", what)
     if op_of_plain is not op:
-        reduced = [
+        totals = [
             _divided_if(not is_float, each, comm.size)
-            for is_float, each in zip(floats, reduced, strict=True)
+            for is_float, each in zip(floats, totals, strict=True)
         ]
     results = iter(
         _scaled(compression.decompress(each, kept), postscale_factor)
-        for each, (_, kept) in zip(reduced, pairs, strict=True)
+        for each, (_, kept) in zip(totals, pairs, strict=True)
     )
     joined = iter([_joined_slices(comm, each, op) for each in slices])
     return [next(joined if _is_slices(each) else results) for each in tensors]
@@ -148,25 +150,6 @@ def _divided_if(divides: bool, tensor: Any, count: int) -> Any:
     return _divided(tensor, count) if divides else tensor
 
 
-def _reduced(
-    comm: Communicator, tensors: Sequence[Any], op: ReduceOp, what: str | None = None
-) -> list[Any]:
-    @tf.custom_gradient
-    def reduce(*given: Any) -> Any:
-        def gradient(*gradients: Any) -> Any:
-            if op not in _LINEAR:
-                raise NotImplementedError(f"allreduce by {op.value}: has no gradient")
-            return _reduced(comm, list(map(tf.convert_to_tensor, gradients)), op)
-
-        return reduce_in_one(comm, given, op, what), gradient
-
-    if tensors:
-        return list(reduce(*tensors))
-    if what is not None:
-        compare(comm, what)
-    return []
-
-
 def _is_slices(tensor: Any) -> bool:
     return isinstance(tensor, tf.IndexedSlices)
 
@@ -174,14 +157,15 @@ def _is_slices(tensor: Any) -> bool:
 def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp) -> Any:
     name = "allreduce of IndexedSlices"
 
-    def join(values: Any, indices: Any, *shape: Any) -> list[Any]:
+    def join(indices: Any, *shape: Any) -> Any:
         if shape:
             comm.barrier(f"{name} of shape {shape[0].tolist()}")
-        return [comm.all_gather(values), comm.all_gather(indices)]
+        return comm.all_gather(indices)
 
-    parts = [tf.convert_to_tensor(each) for each in (slices.values, slices.indices)]
+    own = tf.convert_to_tensor(slices.indices)
     shape = [] if slices.dense_shape is None else [tf.convert_to_tensor(slices.dense_shape)]
-    values, indices = call_alone(comm, name, join, [*parts, *shape], list(map(rows_of, parts)))
+    indices = call_for_one(comm, name, join, [own, *shape], rows_of(own))
+    values = gather_rows(comm, tf.convert_to_tensor(slices.values))
     if op is ReduceOp.MEAN:
         values = _divided(values, comm.size)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -211,19 +195,22 @@ def reducescatter(
     The gradient is the gathered one, times the number of ranks for Sum, as Horovod's; other ops
     than Sum and Average have none. ValueError for a tensor without axes.
     """
-    op, comm = op_of(op, None), ranks_of(process_set)
+    op, comm, compression = op_of(op, None), ranks_of(process_set), check_compressor(compression)
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
         raise ValueError("reducescatter: a tensor without axes: must have rows")
 
+    call_name = new_call(comm)
+
     @tf.custom_gradient
     def scatter(sent: Any) -> Any:
         def gradient(given: Any) -> Any:
-            if op not in _LINEAR:
+            if op not in LINEAR:
                 raise NotImplementedError(f"reducescatter by {op.value}: has no gradient")
+            compare_gradient(comm, call_name)
             factor = comm.size if op is ReduceOp.SUM else 1.0
             dense = _scaled(tf.convert_to_tensor(given), factor)
-            return allgather(dense, process_set=process_set)
+            return gather_rows(comm, dense)
 
         def call(array: Any) -> Any:
             return comm.reduce_scatter(array, op).astype(array.dtype, copy=False)

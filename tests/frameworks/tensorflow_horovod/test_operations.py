@@ -161,7 +161,91 @@ def test_gradients_have_horovods_factors(tf, hvd, comm, compiled):
         np.testing.assert_allclose(got, want, err_msg=name)
 
 
+@WAYS
+def test_second_derivatives(tf, hvd, comm, compiled):
+    """As of a penalty for the gradient; those of rows that are joined, too."""
+    size = comm.size
+
+    def slices(x):
+        joined = hvd.allreduce(tf.IndexedSlices(x, tf.range(size), tf.constant([size])))
+        return tf.convert_to_tensor(joined)
+
+    # The average over the ranks of the second derivative of the cubes of the result.
+    calls = {
+        "average": hvd.allreduce,
+        "gather": hvd.allgather,
+        "broadcast": lambda x: hvd.broadcast(x, 1),
+        "alltoall": hvd.alltoall,
+        "slices": slices,
+        "a scalar": lambda x: hvd.allgather(x[0]),
+    }
+
+    def program(x):
+        found = []
+        for call in calls.values():
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    loss = tf.reduce_sum(call(x) ** 3)
+                slope = inner.gradient(loss, x)
+                penalty = tf.reduce_sum(slope)
+            found += [slope, outer.gradient(penalty, x)]
+        return found
+
+    own = np.arange(1.0, 1 + size) + comm.rank
+    mean = np.arange(1.0, 1 + size) + (size - 1) / 2
+    root = (np.arange(1.0, 1 + size) + 1) * (comm.rank == 1)
+    first = own * (np.arange(size) == 0)
+    wanted = [3 * mean**2, 6 * mean, 3 * own**2, 6 * own, 3 * root**2, 6 * root]
+    # The gradients of these are averages, which the second derivative averages again.
+    wanted[3], wanted[5] = 6 * own / size, 6 * root / size
+    wanted += [
+        3 * own**2,
+        6 * own,
+        3 * mean**2 / size,
+        6 * mean / size**2,
+        3 * first**2,
+        6 * first / size,
+    ]
+    found = (tf.function(program) if compiled else program)(tf.constant(own))
+    for number, (got, want) in enumerate(zip(found, wanted, strict=True)):
+        name = list(calls)[number // 2]
+        np.testing.assert_allclose(got, want, err_msg=f"{name}, {number % 2}")
+
+
+@WAYS
+def test_gradients_that_a_tape_orders_otherwise_on_one_rank_are_refused(tf, hvd, comm, compiled):
+    """Of several targets, by the numbers of all operations: here of a log of rank 0."""
+    refused = []
+    for extra in range(11):
+        variables = [tf.Variable([1.0]) for _ in range(8)]
+
+        def program(variables=variables, extra=extra):
+            with tf.GradientTape() as tape:
+                targets = [factor * hvd.allreduce(x) for factor, x in enumerate(variables[:4], 1)]
+                for _ in range(extra if comm.rank == 0 else 0):
+                    tf.reduce_mean(variables[0])
+                calls = enumerate(variables[4:], 5)
+                targets += [factor * hvd.allgather(x[:1])[:1] for factor, x in calls]
+            return tape.gradient(targets, variables)
+
+        wanted = [1, 2, 3, 4, *([5, 6, 7, 8] if comm.rank == 0 else [0] * 4)]
+        try:
+            slopes = (tf.function(program) if compiled else program)()
+            np.testing.assert_allclose(tf.concat(slopes, 0), wanted)
+        except hvd.HorovodInternalError as error:
+            refused.append((extra, "gradient of call" in str(error)))
+    numbers = [extra for extra, names_calls in refused if names_calls]
+    assert len(numbers) == len(refused)
+    assert 0 < len(numbers) < 11
+    assert 0 not in numbers
+
+
 def test_calls_that_are_refused_on_every_rank(tf, hvd, comm):
+    class Own:
+        """A class as Horovod takes it."""
+
     x = tf.ones([2])
     slices = tf.IndexedSlices(x, [0, 1], [4])
     refused = {
@@ -176,6 +260,7 @@ def test_calls_that_are_refused_on_every_rank(tf, hvd, comm):
             tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0
         ),
         "has no gradient": lambda: _gradient_of_max(tf, hvd, x),
+        "must be one of hvd.Compression": lambda: hvd.allreduce(x, compression=Own),
     }
     for text, call in refused.items():
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):

@@ -199,6 +199,41 @@ def test_learning_rates_follow_callbacks(tf, hvd, keras, comm):
     np.testing.assert_allclose(history.history["lr"], seen[3::4])
 
 
+def test_weights_that_are_not_broadcast(tf, hvd, keras, comm):
+    """Those that are local, by Keras's variable or TensorFlow's; and of a model built in part."""
+    layer = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback
+    for local in (layer.bias, [layer.bias.value], layer.bias.value, None):
+        model.set_weights([np.full(shape, comm.rank + 1.0) for shape in ((2, 1), (1,))])
+        model.fit(*rows_of_ones(), verbose=0, callbacks=[start(0, local_variables=local)])
+        assert layer.kernel.numpy().tolist() == [[1.0], [1.0]]
+        assert layer.bias.numpy().tolist() == [1.0 if local is None else comm.rank + 1.0]
+
+    class Partly(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(1)
+
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(1,), name="factor")
+            self.built = True
+
+        def call(self, x):
+            return self.inner(x) * self.factor
+
+    partly = Partly()
+    partly.build((None, 2))
+    partly.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    partly.fit(*rows_of_ones(), verbose=0, callbacks=[start(0)])
+    equal_on_all(comm, partly.get_weights())
+
+
+def rows_of_ones():
+    return np.ones((4, 2)), np.ones((4, 1))
+
+
 def test_wrong_optimizers_are_refused(tf, hvd, keras):
     with pytest.raises(TypeError, match="must be one of Keras"):
         hvd.DistributedOptimizer("adam")
@@ -206,6 +241,15 @@ def test_wrong_optimizers_are_refused(tf, hvd, keras):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
+    with pytest.raises(TypeError, match=r"device=.*must be a str"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), None, "", "", hvd.Compression.fp16)
+    with pytest.raises(ValueError, match="'other' has no variables before it is built"):
+        hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(), local_layers=keras.layers.Dense(1, name="other")
+        )
+    unbuilt = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="build"):
+        unbuilt.apply([tf.ones([1])])
     plain = keras.optimizers.SGD(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
         hvd.DistributedOptimizer(plain, backward_passes_per_step=2)

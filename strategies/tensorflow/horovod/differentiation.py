@@ -1,0 +1,104 @@
+"""Calls that gradients go through. The gradients' own calls are compared by those they belong to.
+
+A tape with several targets differentiates them in an order that depends on the numbers of all its
+operations, of which ranks may record different ones. Calls of equal shapes would be exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+
+from collectives import Communicator
+from collectives.horovod.joining import between_steps
+from collectives.reductions.reduction import ReduceOp
+from strategies.tensorflow.horovod.calls import compare, reduce_in_one
+
+LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+class _Count:
+    """Of the calls since the last gradient on one communicator, in one graph or eagerly.
+
+    In one graph, since ranks may trace different functions before it.
+    """
+
+    def __init__(self) -> None:
+        self._last, self._is_over = 0, False
+        between_steps.add(self)
+
+    def next(self) -> int:
+        """The number of a new call."""
+        self._last = 1 if self._is_over else self._last + 1
+        self._is_over = False
+        return self._last
+
+    def end(self) -> None:
+        """The next call is the first again."""
+        self._is_over = True
+
+    def all_joined(self) -> None:
+        """Ranks that have joined made fewer calls."""
+        self.end()
+
+
+class _Eagerly:
+    """Where calls are that are in no graph."""
+
+
+_EAGERLY = _Eagerly()
+_counts: WeakKeyDictionary[Any, WeakKeyDictionary[Communicator, _Count]] = WeakKeyDictionary()
+
+
+def _count_of(comm: Communicator) -> _Count:
+    place = _EAGERLY if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    of_place = _counts.setdefault(place, WeakKeyDictionary())
+    if comm not in of_place:
+        of_place[comm] = _Count()
+    return of_place[comm]
+
+
+def new_call(comm: Communicator) -> str:
+    """A name for a call, by which its gradient is compared."""
+    return f"call {_count_of(comm).next()}"
+
+
+def gradient_of(comm: Communicator, name: str) -> str:
+    """The name of the gradient of the call."""
+    _count_of(comm).end()
+    return f"gradient of {name}"
+
+
+def compare_gradient(comm: Communicator, name: str) -> None:
+    """Return when every rank has begun the gradient of the call, else a MismatchError on each."""
+    compare(comm, gradient_of(comm, name))
+
+
+def reduced(
+    comm: Communicator,
+    tensors: Sequence[Any],
+    op: ReduceOp,
+    what: str | None = None,
+    name: str | None = None,
+) -> list[Any]:
+    """As `reduce_in_one`, of one tensor or more; the gradient is reduced by the same op.
+
+    `name` is that of the call, where it is a gradient itself.
+    """
+    known = new_call(comm) if name is None else name
+
+    @tf.custom_gradient
+    def reduce(*given: Any) -> Any:
+        def gradient(*gradients: Any) -> Any:
+            if op not in LINEAR:
+                raise NotImplementedError(f"allreduce by {op.value}: has no gradient")
+            following = gradient_of(comm, known)
+            tensors = list(map(tf.convert_to_tensor, gradients))
+            return reduced(comm, tensors, op, following, following)
+
+        return reduce_in_one(comm, given, op, what), gradient
+
+    return list(reduce(*tensors))
