@@ -84,8 +84,8 @@ class CompressedReducer:
         no errors that are fed back.
 
         Raises on every rank: ValueError for an op that is neither "sum" nor "mean", and for shapes,
-        dtypes or an op other than in the first call of the name; a MismatchError where ranks
-        differ.
+        dtypes or an op other than in the first call of the name; TypeError for dtypes that can't be
+        reduced; a MismatchError where ranks differ.
         """
         try:
             given = [to_numpy(each, f"arrays[{place}]") for place, each in enumerate(arrays)]

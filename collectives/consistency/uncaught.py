@@ -130,11 +130,14 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
 @contextmanager
 def _prefixing(prefix: str) -> Iterator[None]:
     """Begin each line that is printed to standard error in the block as torch's hook does."""
-    with redirect_stderr(io.StringIO()) as printed:
-        yield
-    lines = printed.getvalue().splitlines(keepends=True)
-    sys.stderr.write("".join(prefix + line if line.strip() else line for line in lines))
-    sys.stderr.flush()
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    finally:
+        lines = printed.getvalue().splitlines(keepends=True)
+        sys.stderr.write("".join(prefix + line if line.strip() else line for line in lines))
+        sys.stderr.flush()
 
 
 def _report() -> None:

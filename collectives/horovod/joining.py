@@ -69,7 +69,7 @@ class Gradients(Protocol):
 
 
 between_steps: WeakSet[Any] = WeakSet()
-"""What counts the passes or reductions since the last step, with a method `all_joined`."""
+"""What counts passes, reductions or calls since the last step, with a method `all_joined`."""
 
 _noticed = threading.Event()
 _numbers = itertools.count()

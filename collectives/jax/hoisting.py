@@ -20,40 +20,48 @@ _Rule = Callable[..., Any]
 
 
 def keep_in_loops(contains: Contains) -> None:
-    """From now on JAX moves no part out of a loop that contains calls.
+    """From now on JAX moves nothing out of a loop of which a call would be a part.
 
-    Under `jax.checkpoint` it is refused. Older versions, which have no such function, move them.
+    Under `jax.checkpoint` it is refused. Older versions, which have no such function, move it.
     """
     hoist: _Hoisting | None = getattr(loops, "_scan_known_hoisting", None)
     if hoist is not None:
-        loops._scan_known_hoisting = _unless_within(contains, hoist)
+        loops._scan_known_hoisting = _unless_moved(contains, hoist)
     rules = partial_eval.partial_eval_jaxpr_custom_rules
     rules[loops.scan_p] = _refusing(contains, rules[loops.scan_p])
 
 
-def _unless_within(contains: Contains, hoist: _Hoisting) -> _Hoisting:
-    def hoist_unless_within(jaxpr: Any, known: list[Any], residuals: int) -> Any:
-        if contains(jaxpr):
-            return jaxpr, known, [False] * residuals, []
-        return hoist(jaxpr, known, residuals)
+def _moves_calls(contains: Contains, body: Any, varies: list[bool]) -> bool:
+    """Whether a call of a loop's body depends on none of the arguments that vary."""
+    if not contains(body):
+        return False
+    moved, *_ = partial_eval.partial_eval_jaxpr_nounits(body, varies, True)
+    return contains(moved)
 
-    return hoist_unless_within
+
+def _unless_moved(contains: Contains, hoist: _Hoisting) -> _Hoisting:
+    def hoist_unless_moved(body: Any, constants: list[Any], residuals: int) -> Any:
+        others = len(body.in_avals) - len(constants)
+        if _moves_calls(contains, body, [False] * len(constants) + [True] * others):
+            return body, constants, [False] * residuals, []
+        return hoist(body, constants, residuals)
+
+    return hoist_unless_moved
 
 
 def _refusing(contains: Contains, rule: _Rule) -> _Rule:
     """The rule for a scan under `jax.checkpoint`, which moves parts out in a way of its own."""
 
-    def refuse(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
-        jaxpr, constants = equation.params["jaxpr"], equation.params["num_consts"]
-        if contains(jaxpr):
-            varies = [False] * constants + [True] * (len(jaxpr.in_avals) - constants)
-            moved, *_ = partial_eval.partial_eval_jaxpr_nounits(jaxpr, varies, True)
-            if contains(moved):
-                raise NotImplementedError(
-                    "a call in a scan under jax.checkpoint depends on nothing of the iteration: "
-                    "JAX would make it once for all iterations; give it an array of the carry or "
-                    "of xs, or apply jax.checkpoint to the scan's body"
-                )
+    def refuse(saveable: Any, unknown: list[bool], instantiated: Any, equation: Any) -> Any:
+        body, constants = equation.params["jaxpr"], equation.params["num_consts"]
+        # Tangents aren't known, and JAX moves none.
+        varies = [*unknown[:constants], *[True] * (len(unknown) - constants)]
+        if _moves_calls(contains, body, varies):
+            raise NotImplementedError(
+                "a call in a scan under jax.checkpoint depends on nothing of the iteration: "
+                "JAX would make it once for all iterations; give it an array of the carry or "
+                "of xs, or apply jax.checkpoint to the scan's body"
+            )
         return rule(saveable, unknown, instantiated, equation)
 
     return refuse

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
 from collectives.jax.tokens import condition, loop, uncached
@@ -29,7 +29,7 @@ _WITH_REGIONS = (
 
 
 def lower_in_place(contains: Contains) -> None:
-    """Lower from now on what contains the primitive where it is used."""
+    """Lower from now on what contains a call where it is used."""
     for each, entry in list(mlir._lowerings.items()):
         # Older versions keep the rules themselves.
         rule = getattr(entry, "rule", entry)
@@ -63,10 +63,11 @@ def _in_place(rule: Callable[..., Any], ctx: Any, *operands: Any, **parameters: 
 
 
 class Contains:
-    """Whether a program contains a primitive, also in functions and loops within it."""
+    """Whether a program contains a call, also in functions and loops within it."""
 
-    def __init__(self, primitive: Primitive) -> None:
-        self._primitive = primitive
+    def __init__(self, is_call: Callable[[Any], bool]) -> None:
+        """`is_call`: whether an equation is one."""
+        self._is_call = is_call
         self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def __call__(self, closed: Any) -> bool:
@@ -78,7 +79,7 @@ class Contains:
 
     def _is_in(self, equation: Any) -> bool:
         inner = _jaxprs_in(equation.params.values())
-        return equation.primitive is self._primitive or any(map(self, inner))
+        return self._is_call(equation) or any(map(self, inner))
 
 
 def _jaxprs_in(values: Any) -> Iterator[Any]:

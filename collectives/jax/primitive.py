@@ -197,5 +197,8 @@ ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch
 mlir.register_lowering(_primitive, _lower, **uncached)
-lower_in_place(_contains := Contains(_primitive))
-keep_in_loops(_contains)
+_contains_calls = Contains(
+    lambda each: each.primitive is _primitive and each.params["call"].kind != PVARY
+)
+lower_in_place(_contains_calls)
+keep_in_loops(_contains_calls)

@@ -116,10 +116,6 @@ class ReplacedArrays(Protocol):
     def restore(self, arrays: Sequence[Array]) -> None:
         """Replace the arrays by equal ones on all replicas."""
 
-    @property
-    def unread(self) -> bool:
-        """Whether an averaging has changed the arrays since `averages` was last called."""
-
     def averages(self) -> list[Array] | None:
         """The arrays after an averaging; None where there was none since this was last called."""
 

@@ -51,6 +51,8 @@ class PytreeState:
         self._value = value
         self._averaged: ReplacedArrays | None = None
         self._trained: list[int] = []
+        self._unread = False
+        """Whether the ranks have averaged since the program has read `value`."""
         with PropagatedErrors(strategy.communicator, "PytreeState"):
             self._mirror(parameters)
 
@@ -74,13 +76,8 @@ class PytreeState:
     @property
     def value(self) -> Any:
         """The pytree; after an averaging with the means."""
-        averages = None if self._averaged is None else self._averaged.averages()
-        if averages is not None:
-            leaves, structure = jax.tree.flatten(self._value)
-            for number, array in zip(self._trained, averages, strict=True):
-                # `asarray` may share the memory, which the next round changes.
-                leaves[number] = jax.numpy.array(array)
-            self._value = jax.tree.unflatten(structure, leaves)
+        self._take_averages()
+        self._unread = False
         return self._value
 
     @value.setter
@@ -88,10 +85,11 @@ class PytreeState:
         if self._averaged is None:
             self._value = value
             return
-        if self._averaged.unread:
+        self._take_averages()
+        if self._unread:
             raise RuntimeError(
                 "PytreeState: the ranks have averaged the parameters since `value` was last read: "
-                "must be computed from the averages; what is trained together is one PytreeState"
+                "read it before the next assignment; what is trained together is one PytreeState"
             )
         kinds = _kinds_of(value)
         if kinds != self._kinds:
@@ -102,12 +100,23 @@ class PytreeState:
         self._value = value
         self._averaged.step(self._trained_leaves())
 
+    def _take_averages(self) -> None:
+        averages = None if self._averaged is None else self._averaged.averages()
+        if averages is not None:
+            self._unread = True
+            leaves, structure = jax.tree.flatten(self._value)
+            for number, array in zip(self._trained, averages, strict=True):
+                # `asarray` may share the memory, which the next round changes.
+                leaves[number] = jax.numpy.array(array)
+            self._value = jax.tree.unflatten(structure, leaves)
+
     def saved_tensors(self) -> Mapping[str, Array]:
         """The arrays by their paths, such as "layers/0/kernel".
 
         "/" and "~" in a key become "~1" and "~0", as in `Checkpoint`.
         """
-        leaves, names = jax.tree.leaves(self.value), names_of(self._value)
+        self._take_averages()
+        leaves, names = jax.tree.leaves(self._value), names_of(self._value)
         return {name: _array_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
@@ -120,7 +129,7 @@ class PytreeState:
             else array
             for leaf, array in zip(leaves, arrays, strict=True)
         ]
-        self._value = jax.tree.unflatten(structure, restored)
+        self._value, self._unread = jax.tree.unflatten(structure, restored), False
         if self._averaged is not None:
             self._averaged.restore([np.asarray(each) for each in self._trained_leaves()])
 

@@ -232,7 +232,7 @@ def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record
 def test_ranks_that_come_when_the_others_leave(patient, record_directory):
     # Longer than a rank may lose its core for, in the middle of a call.
     deadline, chance = 0.3, random.Random(5)
-    for number in range(5):
+    for number in range(7):
         late, length = chance.randrange(patient.size), chance.choice([SMALL, LARGE])
         offset = chance.uniform(-0.004, 0.004)
         wait_for_all()

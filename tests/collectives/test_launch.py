@@ -111,9 +111,8 @@ def test_absent_tasks_are_named_by_all_others(absent):
         assert str(error).startswith(f"worker {rank}: ")
 
 
-def test_a_task_that_was_started_twice_ends_the_start_of_all(monkeypatch):
+def test_a_task_that_was_started_twice_ends_the_start_of_all():
     # One task never comes.
-    monkeypatch.setattr(task_server, "_FAREWELL_SECONDS", 2.0)
     errors = start_all(ranks_of(tasks(3), 0, 1, 1))
     assert all(isinstance(error, LaunchError) for error in errors), errors
     assert all("worker 1 was started twice: at 127.0.0.1:" in str(error) for error in errors)

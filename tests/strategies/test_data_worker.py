@@ -245,7 +245,7 @@ def test_what_a_rank_that_stops_gives_back_goes_to_the_others(comm):
                 if comm.rank == 0 and len(taken) == 2:
                     break
                 # The others can't end before rank 0 has stopped.
-                time.sleep(0.03 if comm.rank else 0)
+                time.sleep(0.1 if comm.rank else 0)
             taken.append([number_of(batch) for batch in data])
     *training, _ = comm.all_gather_object(taken)
     first = chain(*(each[:-1] for each in training))

@@ -134,8 +134,10 @@ def test_an_old_error_does_not_keep_the_chief_from_telling_of_a_new_one(comm):
         return True
 
     before, comm.deadline = comm.deadline, 5
-    assert all(run_workers(comm, 1, work))
-    comm.deadline = before
+    try:
+        assert all(run_workers(comm, 1, work))
+    finally:
+        comm.deadline = before
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,9 @@ class AveragedArrays:
             value.change(assign, array)
             value.averaged = False
 
-    @property
-    def unread(self) -> bool:
-        """Whether an averaging has changed the arrays since `averages` was last called."""
-        return any(value.averaged for value in self._values)
-
     def averages(self) -> list[Array] | None:
         """The arrays after an averaging; None where there was none since this was last called."""
-        if not self.unread:
+        if not any(value.averaged for value in self._values):
             return None
         for value in self._values:
             value.averaged = False

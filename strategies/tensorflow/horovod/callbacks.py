@@ -20,8 +20,7 @@ from strategies.tensorflow.horovod.optimizer import is_distributed
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Every rank begins with the root's weights and state of the optimizer.
 
-    They are assigned before the first batch; after it, where Keras could not build the model
-    before.
+    They are assigned before the first batch; where a layer isn't built by then, once more after it.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = ()) -> None:
@@ -48,10 +47,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 " gradients overflow would make no call: distribute a"
                 " keras.optimizers.LossScaleOptimizer(optimizer)"
             )
+        # A model may be built in part, with layers that the first batch builds, or none does.
         self._done = all(layer.built for layer in self.model._flatten_layers())
-        if self._done:
-            if not self.model.optimizer.built:
-                self.model.optimizer.build(self.model.trainable_variables)
+        if self._done and not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        if self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

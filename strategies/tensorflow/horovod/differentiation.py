@@ -1,7 +1,9 @@
 """Calls that gradients go through. The gradients' own calls are compared by those they belong to.
 
 A tape with several targets differentiates them in an order that depends on the numbers of all its
-operations, of which ranks may record different ones. Calls of equal shapes would be exchanged.
+operations, of which ranks may record different ones. Calls of equal shapes would be exchanged. The
+calls are told apart by numbers within one `tf.function`, or eagerly since the last gradient; those
+of different functions are not.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def _count_of(comm: Communicator) -> _Count:
 
 
 def new_call(comm: Communicator) -> str:
-    """A name for a call, by which its gradient is compared."""
+    """A name for a call that has returned, by which its gradient is compared."""
     return f"call {_count_of(comm).next()}"
 
 
@@ -72,9 +74,11 @@ def gradient_of(comm: Communicator, name: str) -> str:
     return f"gradient of {name}"
 
 
-def compare_gradient(comm: Communicator, name: str) -> None:
-    """Return when every rank has begun the gradient of the call, else a MismatchError on each."""
-    compare(comm, gradient_of(comm, name))
+def compare_gradient(comm: Communicator, name: str) -> str:
+    """The name of the gradient of the call; a MismatchError where ranks have another call's."""
+    text = gradient_of(comm, name)
+    compare(comm, text)
+    return text
 
 
 def reduced(
@@ -82,23 +86,31 @@ def reduced(
     tensors: Sequence[Any],
     op: ReduceOp,
     what: str | None = None,
-    name: str | None = None,
+    call: str | None = None,
 ) -> list[Any]:
     """As `reduce_in_one`, of one tensor or more; the gradient is reduced by the same op.
 
-    `name` is that of the call, where it is a gradient itself.
+    `call` is the name of a call that isn't numbered.
     """
-    known = new_call(comm) if name is None else name
 
     @tf.custom_gradient
     def reduce(*given: Any) -> Any:
+        results = reduce_in_one(comm, given, op, what)
+        name = new_call(comm) if call is None else call
+
         def gradient(*gradients: Any) -> Any:
             if op not in LINEAR:
                 raise NotImplementedError(f"allreduce by {op.value}: has no gradient")
-            following = gradient_of(comm, known)
-            tensors = list(map(tf.convert_to_tensor, gradients))
-            return reduced(comm, tensors, op, following, following)
+            return reduced_gradients(comm, gradients, op, name)
 
-        return reduce_in_one(comm, given, op, what), gradient
+        return results, gradient
 
     return list(reduce(*tensors))
+
+
+def reduced_gradients(
+    comm: Communicator, gradients: Sequence[Any], op: ReduceOp, call: str
+) -> list[Any]:
+    """The gradients of that call, reduced; a MismatchError where ranks have those of others."""
+    text = gradient_of(comm, call)
+    return reduced(comm, list(map(tf.convert_to_tensor, gradients)), op, text, text)

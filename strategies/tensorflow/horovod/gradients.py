@@ -74,6 +74,7 @@ class GradientReduction:
             self._op,
             comm=self._process_set.comm(),
             compression=self._compression,
+            call="the reduction of gradients",
             what=f"gradients of {names_of(variables)}, none of {absent}, local {local}{what}",
         )
         for place, each in zip(places, reduced, strict=True):
@@ -192,7 +193,7 @@ def PartialDistributedGradientTape(  # noqa: N802  # Horovod's name
 
 
 def variables_of(layers: Any) -> list[Any]:
-    """What is trained of one layer, several, or None; ValueError for layers without variables."""
+    """What is trained of one layer, several, or None; ValueError for a layer that isn't built."""
     given = layers if isinstance(layers, list | tuple | set) else [layers]
     every = [layer for layer in given if layer is not None]
     for layer in every:

@@ -26,9 +26,8 @@ from strategies.tensorflow.horovod.calls import (
 )
 from strategies.tensorflow.horovod.differentiation import (
     compare_gradient,
-    gradient_of,
     new_call,
-    reduced,
+    reduced_gradients,
 )
 
 
@@ -47,23 +46,24 @@ def allgather(
     return gather_rows(comm, tf.convert_to_tensor(tensor))
 
 
-def gather_rows(comm: Communicator, tensor: Any) -> Any:
-    """As `allgather`. Of a tensor without axes one row."""
+def gather_rows(comm: Communicator, tensor: Any, name: str | None = None) -> Any:
+    """As `allgather`. Of a tensor without axes one row. `name`: of a call that isn't numbered."""
     if tensor.shape.rank == 0:
         tensor = tensor[None]
-    call_name = new_call(comm)
 
     @tf.custom_gradient
     def gather(tensor: Any) -> Any:
+        rows = call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor))
+        known = new_call(comm) if name is None else name
+
         def gradient(given: Any) -> Any:
-            text = gradient_of(comm, call_name)
-            (average,) = reduced(comm, [tf.convert_to_tensor(given)], ReduceOp.MEAN, text, text)
+            (average,) = reduced_gradients(comm, [given], ReduceOp.MEAN, known)
             own = tf.shape(tensor)[:1]
             counts = call_for_one(comm, "allgather", comm.all_gather, [own], [comm.size])
             begin = tf.reduce_sum(counts[: comm.rank])
             return tf.ensure_shape(average[begin : begin + own[0]], tensor.shape)
 
-        return call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor)), gradient
+        return rows, gradient
 
     return gather(tensor)
 
@@ -94,18 +94,20 @@ def broadcast(
     gradient is the average of the ranks' gradients, the others' is zero, as Horovod's.
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
-    call_name = new_call(comm)
 
     @tf.custom_gradient
     def send(tensor: Any) -> Any:
+        sent = call_for_one(
+            comm, "broadcast", partial(_broadcast, comm, root), [tensor], tensor.shape
+        )
+        known = new_call(comm)
+
         def gradient(given: Any) -> Any:
-            text = gradient_of(comm, call_name)
-            (average,) = reduced(comm, [tf.convert_to_tensor(given)], ReduceOp.MEAN, text, text)
+            (average,) = reduced_gradients(comm, [given], ReduceOp.MEAN, known)
             # On every rank it depends on the average, whose own gradient is a call, too.
             return tf.where(comm.rank == root, average, tf.zeros_like(average))
 
-        call = partial(_broadcast, comm, root)
-        return call_for_one(comm, "broadcast", call, [tensor], tensor.shape), gradient
+        return sent, gradient
 
     compare_given(comm, "broadcast", text_of(name))
     return send(tf.convert_to_tensor(tensor))
@@ -166,18 +168,19 @@ def alltoall(
     of them each rank sent, an int32 tensor. ValueError if the rows can't be cut so.
     """
     comm = ranks_of(process_set)
-    call_name = new_call(comm)
 
     @tf.custom_gradient
     def exchange(tensor: Any, lengths: Any) -> Any:
-        def gradient(given: Any, _: Any) -> Any:
-            compare_gradient(comm, call_name)
-            back, _ = alltoall(given, received, process_set=process_set)
-            return tf.ensure_shape(back, tensor.shape), None
-
         shapes = [rows_of(tensor), tf.TensorShape([comm.size])]
         call = partial(_exchange, comm)
         rows, received = call_alone(comm, "alltoall", call, [tensor, lengths], shapes)
+        known = new_call(comm)
+
+        def gradient(given: Any, _: Any) -> Any:
+            compare_gradient(comm, known)
+            back, _ = alltoall(given, received, process_set=process_set)
+            return tf.ensure_shape(back, tensor.shape), None
+
         return (rows, received), gradient
 
     tensor = tf.convert_to_tensor(tensor)

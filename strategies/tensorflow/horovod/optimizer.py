@@ -87,8 +87,9 @@ def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name
     optimizer: Any, *given: Any, local_layers: Any = None, **named: Any
 ) -> Any:
     """As `DistributedOptimizer`; the gradients of `local_layers` stay each rank's own."""
+    local = variables_of(local_layers)
     distributed = DistributedOptimizer(optimizer, *given, **named)
-    for variable in variables_of(local_layers):
+    for variable in local:
         distributed.register_local_var(variable)
     return distributed
 

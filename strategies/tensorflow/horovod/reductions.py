@@ -92,8 +92,12 @@ def reduce_all(
     comm: Communicator,
     compression: Compressor,
     what: str | None = None,
+    call: str | None = None,
 ) -> list[Any]:
-    """As `grouped_allreduce`. `what` is a text that must be equal on all ranks."""
+    """As `grouped_allreduce`. `what` is a text that must be equal on all ranks.
+
+    `call` is the name of a call that isn't numbered for its gradient.
+    """
     compression = check_compressor(compression)
     slices = [each for each in tensors if _is_slices(each)]
     plain = [tf.convert_to_tensor(each) for each in tensors if not _is_slices(each)]
@@ -123,7 +127,7 @@ def reduce_all(
     pairs = [compression.compress(_scaled(each, prescale_factor)) for each in plain]
     given = [sent for sent, _ in pairs]
     if given:
-        totals = reduced(comm, given, op_of_plain, what)
+        totals = reduced(comm, given, op_of_plain, what, call)
     else:
         totals = []
         compare_given(comm, "allreduce", what)
@@ -136,7 +140,7 @@ def reduce_all(
         _scaled(compression.decompress(each, kept), postscale_factor)
         for each, (_, kept) in zip(totals, pairs, strict=True)
     )
-    joined = iter([_joined_slices(comm, each, op) for each in slices])
+    joined = iter([_joined_slices(comm, each, op, call) for each in slices])
     return [next(joined if _is_slices(each) else results) for each in tensors]
 
 
@@ -154,7 +158,7 @@ def _is_slices(tensor: Any) -> bool:
     return isinstance(tensor, tf.IndexedSlices)
 
 
-def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp) -> Any:
+def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp, call: str | None) -> Any:
     name = "allreduce of IndexedSlices"
 
     def join(indices: Any, *shape: Any) -> Any:
@@ -165,7 +169,7 @@ def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp) -> Any:
     own = tf.convert_to_tensor(slices.indices)
     shape = [] if slices.dense_shape is None else [tf.convert_to_tensor(slices.dense_shape)]
     indices = call_for_one(comm, name, join, [own, *shape], rows_of(own))
-    values = gather_rows(comm, tf.convert_to_tensor(slices.values))
+    values = gather_rows(comm, tf.convert_to_tensor(slices.values), call)
     if op is ReduceOp.MEAN:
         values = _divided(values, comm.size)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -200,22 +204,22 @@ def reducescatter(
     if tensor.shape.rank == 0:
         raise ValueError("reducescatter: a tensor without axes: must have rows")
 
-    call_name = new_call(comm)
+    def call(array: Any) -> Any:
+        return comm.reduce_scatter(array, op).astype(array.dtype, copy=False)
 
     @tf.custom_gradient
     def scatter(sent: Any) -> Any:
+        rows = call_for_one(comm, "reducescatter", call, [sent], rows_of(sent))
+        known = new_call(comm)
+
         def gradient(given: Any) -> Any:
             if op not in LINEAR:
                 raise NotImplementedError(f"reducescatter by {op.value}: has no gradient")
-            compare_gradient(comm, call_name)
             factor = comm.size if op is ReduceOp.SUM else 1.0
             dense = _scaled(tf.convert_to_tensor(given), factor)
-            return gather_rows(comm, dense)
+            return gather_rows(comm, dense, compare_gradient(comm, known))
 
-        def call(array: Any) -> Any:
-            return comm.reduce_scatter(array, op).astype(array.dtype, copy=False)
-
-        return call_for_one(comm, "reducescatter", call, [sent], rows_of(sent)), gradient
+        return rows, gradient
 
     compare_given(comm, "reducescatter", text_of(name, prescale_factor, postscale_factor))
     sent, kept = compression.compress(_scaled(tensor, prescale_factor))

@@ -173,6 +173,17 @@ def test_calls_in_loops_run_in_each_iteration_under_reverse_mode(jax, calls, com
         jax.grad(lambda w: lax.fori_loop(0, 4, lambda i, c: body(w, c, 1.0 * i + 1.0), 0.0))
     )
     assert float(fori(2.0)) == 20
+    # Of these nothing is moved: a tangent of a constant, and what is no call at all.
+    for own, factor in (
+        (lambda w, x: calls.all_reduce(w + x), 1),
+        (lambda w, x: calls.pvary(w) + x, comm.size),
+    ):
+
+        @jax.checkpoint
+        def total(weight, xs, own=own):
+            return lax.scan(lambda c, x: (c + own(weight, x), None), 0.0, xs)[0]
+
+        assert jax.jit(jax.grad(total))(2.0, jnp.arange(3.0)) == 3 * factor
     moved = scanned(body, jax.checkpoint)
     with pytest.raises(NotImplementedError, match="depends on nothing of the iteration"):
         moved(2.0, jnp.arange(1.0, 5.0))

@@ -253,6 +253,9 @@ def test_pytrees_that_cannot_be_averaged(jax, comm):
     state.value = (value[0] * (comm.rank + 2.0), value[1])
     with pytest.raises(RuntimeError, match="have averaged the parameters since"):
         state.value = value
+    state.saved_tensors()  # as a checkpoint does, which the program doesn't see
+    with pytest.raises(RuntimeError, match="have averaged the parameters since"):
+        state.value = value
     assert state.value[0].tolist() == [2.5, 2.5]
     state.restore_tensors({"0": np.zeros(2, "float32"), "1": np.arange(2, dtype="int32")})
     state.value = (value[0] * (comm.rank + 2.0), value[1])

@@ -226,7 +226,14 @@ def test_weights_that_are_not_broadcast(tf, hvd, keras, comm):
     partly = Partly()
     partly.build((None, 2))
     partly.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    partly.fit(*rows_of_ones(), verbose=0, callbacks=[start(0)])
+    factor = partly.factor
+    factor.assign([comm.rank + 1.0])
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: factors.append(float(factor.numpy()[0]))
+    )
+    factors = []
+    partly.fit(*rows_of_ones(), verbose=0, callbacks=[start(0), seen])
+    assert factors == [1.0]
     equal_on_all(comm, partly.get_weights())
 
 

@@ -99,6 +99,18 @@ def test_a_rank_that_destroys_its_group_late_does_not_wait_for_the_others(launch
     assert ended.returncode == 0, ended.stderr
 
 
+def test_tracebacks_have_torchs_prefix(launch):
+    program = (
+        "import collectives.torch, torch.distributed as dist\n"
+        "dist.init_process_group('collectives')\n"
+        "if dist.get_rank(): raise ValueError('a bad\\n\\nbatch')\n"
+        "dist.barrier()\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=60)
+    assert ended.returncode != 0
+    assert "[rank1]: ValueError: a bad\n\n[rank1]: batch\n" in ended.stderr, ended.stderr
+
+
 def test_a_group_is_destroyed_after_the_store_of_rank_0(launch):
     """As a rank does that evaluates longer; `abort` ends a pending call, and closes a group."""
     program = (
