@@ -12,6 +12,7 @@ from typing import Any
 
 from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import loops  # exported in parts only
+from jax._src.state import AbstractRef
 
 from collectives.jax.lowering_in_place import Contains
 
@@ -32,9 +33,14 @@ def keep_in_loops(contains: Contains) -> None:
 
 
 def _moves_calls(contains: Contains, body: Any, varies: list[bool]) -> bool:
-    """Whether a call of a loop's body depends on none of the arguments that vary."""
+    """Whether a call of a loop's body depends on none of the arguments that vary.
+
+    References that the body writes vary, too.
+    """
     if not contains(body):
         return False
+    pairs = zip(varies, body.in_avals, strict=True)
+    varies = [each or isinstance(aval, AbstractRef) for each, aval in pairs]
     moved, *_ = partial_eval.partial_eval_jaxpr_nounits(body, varies, True)
     return contains(moved)
 

@@ -1,9 +1,9 @@
 """Functions, loops and conditions that contain calls are lowered where they are used.
 
 JAX lowers a compiled function that another one calls, and lately every loop and condition, as a
-function of its own, once for all places. A call in it could depend on none that comes before such a
-place. XLA would run the two in any order, another one on each rank, and ranks would exchange the
-arrays of different calls.
+function of its own, once for all places. A call in that function could not depend on a call
+before such a place. XLA could run the two in different orders on different ranks, and the ranks
+would exchange the arrays of different calls.
 """
 
 from __future__ import annotations

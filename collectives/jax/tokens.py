@@ -1,7 +1,7 @@
 """Conditions and loops that contain calls have a token as one more result.
 
-The calls that follow depend on it. Results of the program's own may be none, or such as XLA knows
-without running what gives them.
+The calls that follow depend on it. The program's own results can't replace it: there may be none,
+or XLA may know them without running the condition or loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -47,23 +47,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 " gradients overflow would make no call: distribute a"
                 " keras.optimizers.LossScaleOptimizer(optimizer)"
             )
-        # A model may be built in part, with layers that the first batch builds, or none does.
+        # A layer of a built model may not be: the first batch builds it, or doesn't use it.
         self._done = all(layer.built for layer in self.model._flatten_layers())
         if self._done and not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        if self.model.built:
-            self._broadcast()
+        if self._done:
+            self._broadcast(self.model.optimizer.variables)
+        elif self.model.built:
+            self._broadcast([])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast what was made in the first batch."""
         if not self._done:
             self._done = True
-            self._broadcast()
+            self._broadcast(self.model.optimizer.variables)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, state: Sequence[Any]) -> None:
         local = set(map(key_of, self._local))
         # Of random numbers every rank has its own.
-        every = [*self.model.weights, *self.model.optimizer.variables]
+        every = [*self.model.weights, *state]
         broadcast_variables([each for each in every if key_of(each) not in local], self._root)
 
 

@@ -1,4 +1,4 @@
-"""Calls that gradients go through. The gradients' own calls are compared by those they belong to.
+"""Differentiable calls. The comparison of a gradient's call includes the call it belongs to.
 
 A tape with several targets differentiates them in an order that depends on the numbers of all its
 operations, of which ranks may record different ones. Calls of equal shapes would be exchanged. The

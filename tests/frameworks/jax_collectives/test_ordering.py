@@ -173,6 +173,17 @@ def test_calls_in_loops_run_in_each_iteration_under_reverse_mode(jax, calls, com
         jax.grad(lambda w: lax.fori_loop(0, 4, lambda i, c: body(w, c, 1.0 * i + 1.0), 0.0))
     )
     assert float(fori(2.0)) == 20
+
+    def noted(weight, xs):
+        sums = jax.new_ref(jnp.zeros(()))
+
+        def step(carry, x):
+            sums[...] += x
+            return carry + calls.all_reduce(weight * x), None
+
+        return lax.scan(step, 0.0, xs)[0] + sums[...]
+
+    assert jax.jit(jax.grad(noted))(2.0, jnp.arange(3.0)) == 3
     # Of these nothing is moved: a tangent of a constant, and what is no call at all.
     for own, factor in (
         (lambda w, x: calls.all_reduce(w + x), 1),
