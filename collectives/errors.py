@@ -19,6 +19,7 @@ reduced) is a ValueError or TypeError, raised before any message is sent.
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,17 @@ from typing import Any, TypeVar
 Error = TypeVar("Error", bound=BaseException)
 
 _IN_STEP = "_collectives_in_step"
+
+
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """The argument `name` as an int, of `least` or more; TypeError or ValueError otherwise."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: must be an integer") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name}={value!r}: must be at least {least}")
+    return number
 
 
 def in_step(error: Error) -> Error:

@@ -62,7 +62,7 @@ COLLECTIVES = {
     "analysis": {"algorithms", "errors", "schedules"},
     "algorithms": {"schedules"},
     "waiting": {"errors"},
-    "reductions": set(),
+    "reductions": {"errors"},
     "schedules": set(),
     "schedule": {"schedules"},
     "caching": set(),

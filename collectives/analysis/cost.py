@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from collectives import algorithms
-from collectives.analysis.traffic import Indices, Messages, check_count, messages
+from collectives.analysis.traffic import Indices, Messages, messages
+from collectives.errors import check_integer
 from collectives.schedules.schedule import Round, split_lengths
 from collectives.schedules.spec import spec_of
 
@@ -36,7 +37,7 @@ def sized_rounds(
     collective: str, algorithm: str, size: int, nbytes: int
 ) -> Iterator[tuple[Messages, Indices]]:
     """The messages of each round between all ranks, and their bytes."""
-    size, nbytes = check_count("size", size, 1), check_count("nbytes", nbytes, 0)
+    size, nbytes = check_integer("size", size, 1), check_integer("nbytes", nbytes, 0)
     found = algorithms.find(collective, algorithm)
     chunks = found.chunks(size)
     buffers = spec_of(collective).buffers
@@ -59,7 +60,6 @@ def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link
     input of one rank of all_to_all and scatter. Raises ValueError for unknown names, a size below 1
     or negative bytes, TypeError for numbers that are no integers.
     """
-    size = check_count("size", size, 1)
     rounds = sized_rounds(collective, algorithm, size, nbytes)
     clock = np.zeros(size)
     for each, lengths in rounds:

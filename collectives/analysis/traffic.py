@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
@@ -14,17 +13,6 @@ from collectives.errors import ScheduleError
 from collectives.schedules.schedule import Reduce, Round, Send, Step
 
 Indices = NDArray[np.int64]
-
-
-def check_count(name: str, value: Any, least: int) -> int:
-    """`value` as an integer of `least` or more; TypeError or ValueError otherwise."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: must be an integer") from None
-    if count < least:
-        raise ValueError(f"{name}={value!r}: must be at least {least}")
-    return count
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import algorithms
-from collectives.analysis.traffic import Ends, Indices, check_count, messages
-from collectives.errors import ScheduleError
+from collectives.analysis.traffic import Ends, Indices, messages
+from collectives.errors import ScheduleError, check_integer
 from collectives.schedules.schedule import Ranks, Round
 from collectives.schedules.spec import ANYTHING, BELOW, EVERY, UP_TO, Spec, spec_of
 
@@ -163,10 +163,10 @@ def verify(collective: str, algorithm: str, size: int) -> None:
 
     Returns None. Raises ScheduleError, naming the round, rank and chunk of the first fault, and
     ValueError for an unknown collective or algorithm or a size below 1, TypeError for one that is
-    no integer. The proof is exact up to
-    256 ranks and uses 64-bit fingerprints beyond; memory is about 50 bytes × ranks × chunks.
+    no integer. The proof is exact up to 256 ranks and uses 64-bit fingerprints beyond; memory is
+    about 50 bytes × ranks × chunks.
     """
     found = algorithms.find(collective, algorithm)
-    size = check_count("size", size, 1)
+    size = check_integer("size", size, 1)
     rounds = found.schedule(np.arange(size), size)
     verify_schedule(spec_of(collective), rounds, size, found.chunks(size))

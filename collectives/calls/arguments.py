@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,7 @@ from collectives.arrays.kinds import (
     packed,
 )
 from collectives.consistency.signature import dtype_name
-from collectives.errors import DtypeMismatchError, in_step
+from collectives.errors import DtypeMismatchError, check_integer, in_step
 from collectives.reductions.reduction import Array
 from collectives.schedules.schedule import split_lengths
 
@@ -34,10 +33,7 @@ def split_rows(count: int, size: int) -> tuple[int, ...]:
 
 def axis_of(axis: Any) -> int:
     """The axis as an int; TypeError for what is none."""
-    try:
-        return operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis={axis!r}: must be an integer") from None
+    return check_integer("axis", axis)
 
 
 class Rows:

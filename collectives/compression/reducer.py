@@ -106,10 +106,11 @@ class CompressedReducer:
         reduced = self._communicator.all_reduce_many(exact, op) if exact else []
         for number, array in zip(known.others, reduced, strict=True):
             results[number] = array
-        finite = not known.parts or all(bool(np.isfinite(each).all()) for each in reduced)
+        keeps = any(part.compressor.feeds_back for part in known.parts)
+        finite = not keeps or all(bool(np.isfinite(each).all()) for each in reduced)
         for part in known.parts:
             flat = self._sum(part, given, op)
-            finite = finite and (not part.compressor.feeds_back or bool(np.isfinite(flat).all()))
+            finite = finite and (not keeps or bool(np.isfinite(flat).all()))
             for number, array in zip(part.numbers, part.cut(flat), strict=True):
                 results[number] = array
         known.steps += 1

@@ -49,7 +49,7 @@ for _allowed in (
     effects.custom_derivatives_allowed_effects,
     # A call that is computed again is made again, by all ranks.
     effects.remat_allowed_effects,
-    # JAX before 0.4.36 has no such list.
+    # Older versions have no such list.
     getattr(effects, "partial_eval_kept_effects", None),
 ):
     if _allowed is not None:

@@ -9,13 +9,14 @@ that has a bucket of its own.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
+
+from collectives.errors import check_integer
 
 # The default of PyTorch's DistributedDataParallel. Larger buckets were not faster in
 # bench/results/; smaller ones cost one message each.
@@ -67,13 +68,7 @@ def check_bucket_bytes(bucket_bytes: int | None) -> int:
     """`bucket_bytes` as a positive int, or the default for None; TypeError or ValueError else."""
     if bucket_bytes is None:
         return DEFAULT_BUCKET_BYTES
-    try:
-        number = operator.index(bucket_bytes)
-    except TypeError:
-        raise TypeError(f"bucket_bytes={bucket_bytes!r}: must be an integer") from None
-    if number < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes!r}: must be at least 1")
-    return number
+    return check_integer("bucket_bytes", bucket_bytes, 1)
 
 
 def check_list(name: str, given: Any) -> list[Any]:

@@ -63,9 +63,12 @@ def _count_of(comm: Communicator) -> _Count:
     return of_place[comm]
 
 
-def new_call(comm: Communicator) -> str:
-    """A name for a call that has returned, by which its gradient is compared."""
-    return f"call {_count_of(comm).next()}"
+def name_of(comm: Communicator, call: str | None = None) -> str:
+    """The name of a call that has returned, by which its gradient is compared.
+
+    A number, unless it has a name already: calls of gradients, for example, are not numbered.
+    """
+    return f"call {_count_of(comm).next()}" if call is None else call
 
 
 def gradient_of(comm: Communicator, name: str) -> str:
@@ -90,13 +93,13 @@ def reduced(
 ) -> list[Any]:
     """As `reduce_in_one`, of one tensor or more; the gradient is reduced by the same op.
 
-    `call` is the name of a call that isn't numbered.
+    `call` is as of `name_of`.
     """
 
     @tf.custom_gradient
     def reduce(*given: Any) -> Any:
         results = reduce_in_one(comm, given, op, what)
-        name = new_call(comm) if call is None else call
+        name = name_of(comm, call)
 
         def gradient(*gradients: Any) -> Any:
             if op not in LINEAR:

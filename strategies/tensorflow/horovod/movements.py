@@ -26,7 +26,7 @@ from strategies.tensorflow.horovod.calls import (
 )
 from strategies.tensorflow.horovod.differentiation import (
     compare_gradient,
-    new_call,
+    name_of,
     reduced_gradients,
 )
 
@@ -46,18 +46,18 @@ def allgather(
     return gather_rows(comm, tf.convert_to_tensor(tensor))
 
 
-def gather_rows(comm: Communicator, tensor: Any, name: str | None = None) -> Any:
-    """As `allgather`. Of a tensor without axes one row. `name`: of a call that isn't numbered."""
+def gather_rows(comm: Communicator, tensor: Any, call: str | None = None) -> Any:
+    """As `allgather`. Of a tensor without axes one row. `call` is as of `name_of`."""
     if tensor.shape.rank == 0:
         tensor = tensor[None]
 
     @tf.custom_gradient
     def gather(tensor: Any) -> Any:
         rows = call_for_one(comm, "allgather", comm.all_gather, [tensor], rows_of(tensor))
-        known = new_call(comm) if name is None else name
+        name = name_of(comm, call)
 
         def gradient(given: Any) -> Any:
-            (average,) = reduced_gradients(comm, [given], ReduceOp.MEAN, known)
+            (average,) = reduced_gradients(comm, [given], ReduceOp.MEAN, name)
             own = tf.shape(tensor)[:1]
             counts = call_for_one(comm, "allgather", comm.all_gather, [own], [comm.size])
             begin = tf.reduce_sum(counts[: comm.rank])
@@ -97,13 +97,12 @@ def broadcast(
 
     @tf.custom_gradient
     def send(tensor: Any) -> Any:
-        sent = call_for_one(
-            comm, "broadcast", partial(_broadcast, comm, root), [tensor], tensor.shape
-        )
-        known = new_call(comm)
+        call = partial(_broadcast, comm, root)
+        sent = call_for_one(comm, "broadcast", call, [tensor], tensor.shape)
+        call_name = name_of(comm)
 
         def gradient(given: Any) -> Any:
-            (average,) = reduced_gradients(comm, [given], ReduceOp.MEAN, known)
+            (average,) = reduced_gradients(comm, [given], ReduceOp.MEAN, call_name)
             # On every rank it depends on the average, whose own gradient is a call, too.
             return tf.where(comm.rank == root, average, tf.zeros_like(average))
 
@@ -168,28 +167,33 @@ def alltoall(
     of them each rank sent, an int32 tensor. ValueError if the rows can't be cut so.
     """
     comm = ranks_of(process_set)
-
-    @tf.custom_gradient
-    def exchange(tensor: Any, lengths: Any) -> Any:
-        shapes = [rows_of(tensor), tf.TensorShape([comm.size])]
-        call = partial(_exchange, comm)
-        rows, received = call_alone(comm, "alltoall", call, [tensor, lengths], shapes)
-        known = new_call(comm)
-
-        def gradient(given: Any, _: Any) -> Any:
-            compare_gradient(comm, known)
-            back, _ = alltoall(given, received, process_set=process_set)
-            return tf.ensure_shape(back, tensor.shape), None
-
-        return (rows, received), gradient
-
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
         raise ValueError("alltoall: a tensor without axes: must have rows")
     compare_given(comm, "alltoall", text_of(name))
     lengths = tf.cast([] if splits is None else splits, tf.int32)
-    rows, received = exchange(tensor, lengths)
+    rows, received = _exchange_rows(comm, tensor, lengths)
     return rows if splits is None else (rows, received)
+
+
+def _exchange_rows(
+    comm: Communicator, tensor: Any, lengths: Any, call: str | None = None
+) -> tuple[Any, Any]:
+    @tf.custom_gradient
+    def exchange(tensor: Any, lengths: Any) -> Any:
+        shapes, inputs = [rows_of(tensor), tf.TensorShape([comm.size])], [tensor, lengths]
+        rows, received = call_alone(comm, "alltoall", partial(_exchange, comm), inputs, shapes)
+        name = name_of(comm, call)
+
+        def gradient(given: Any, _: Any) -> Any:
+            following = compare_gradient(comm, name)
+            back, _ = _exchange_rows(comm, tf.convert_to_tensor(given), received, following)
+            return tf.ensure_shape(back, tensor.shape), None
+
+        return (rows, received), gradient
+
+    found: tuple[Any, Any] = exchange(tensor, lengths)
+    return found
 
 
 def _exchange(comm: Communicator, array: Any, lengths: Any) -> tuple[Any, Any]:

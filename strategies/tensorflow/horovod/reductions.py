@@ -17,7 +17,7 @@ from strategies.tensorflow.horovod.compression import Compression, Compressor, c
 from strategies.tensorflow.horovod.differentiation import (
     LINEAR,
     compare_gradient,
-    new_call,
+    name_of,
     reduced,
 )
 from strategies.tensorflow.horovod.movements import gather_rows
@@ -96,7 +96,7 @@ def reduce_all(
 ) -> list[Any]:
     """As `grouped_allreduce`. `what` is a text that must be equal on all ranks.
 
-    `call` is the name of a call that isn't numbered for its gradient.
+    `call` is as of `name_of`.
     """
     compression = check_compressor(compression)
     slices = [each for each in tensors if _is_slices(each)]
@@ -210,14 +210,14 @@ def reducescatter(
     @tf.custom_gradient
     def scatter(sent: Any) -> Any:
         rows = call_for_one(comm, "reducescatter", call, [sent], rows_of(sent))
-        known = new_call(comm)
+        call_name = name_of(comm)
 
         def gradient(given: Any) -> Any:
             if op not in LINEAR:
                 raise NotImplementedError(f"reducescatter by {op.value}: has no gradient")
             factor = comm.size if op is ReduceOp.SUM else 1.0
             dense = _scaled(tf.convert_to_tensor(given), factor)
-            return gather_rows(comm, dense, compare_gradient(comm, known))
+            return gather_rows(comm, dense, compare_gradient(comm, call_name))
 
         return rows, gradient
 
