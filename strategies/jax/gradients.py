@@ -30,7 +30,8 @@ def value_and_grad(
     if not strategy.reduces_plainly and not strategy.compresses:
         raise ValueError(
             "value_and_grad: gradients of JAX are reduced as collectives chooses: the strategy must"
-            " have neither cross_device_ops nor communication options without a compression"
+            " have no cross_device_ops, no all_reduce_arrays of its own, and no communication"
+            " options without a compression"
         )
     what = f"value_and_grad of argnums {argnums}"
     averages: Averages = partial(_exactly, what)

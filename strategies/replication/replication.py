@@ -55,7 +55,8 @@ class Replication:
         self._collectives = CollectivesWithOptions(communicator, options)
         self.deadline = self._collectives.deadline
         """(options): a context with the call's own deadline, if it has one."""
-        self.reduces_plainly = options.leave_it_to_collectives
+        own = type(self).all_reduce_arrays is not Replication.all_reduce_arrays
+        self.reduces_plainly = options.leave_it_to_collectives and not own
         """Whether `collectives` alone decides how arrays are reduced, which may be in place."""
         self.compresses = options.compression is not None
         self.trains_alone = communicator.size == 1
@@ -99,9 +100,10 @@ class Replication:
     ) -> list[Any]:
         """Fold arrays of any kinds over the replicas, each with its peers.
 
-        Cross-device ops reduce them as a batch; a single one alone where `batch` is false. `out`
-        holds arrays of the results' shapes and dtypes, in which they may be stored. Raises a
-        MismatchError on every rank where the arrays differ.
+        Every reduction is made by this method in a strategy that overrides it. Cross-device ops
+        reduce the arrays as a batch; a single one alone where `batch` is false. `out` holds arrays
+        of the results' shapes and dtypes, in which they may be stored. Raises a MismatchError on
+        every rank where the arrays differ.
         """
         plain = self.reduces_plainly and options is None
         if plain and (len(arrays) == 1 or ON_HOSTS.issuperset(map(type, arrays))):

@@ -232,7 +232,8 @@ def checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
     if not strategy.reduces_plainly and not strategy.compresses:
         raise ValueError(
             "distribute: gradients of torch are reduced as collectives chooses: the strategy must"
-            " have neither cross_device_ops nor communication options without a compression"
+            " have no cross_device_ops, no all_reduce_arrays of its own, and no communication"
+            " options without a compression"
         )
     devices = {each.device.type for each in model.parameters()} - {"cpu"}
     if strategy.compresses and devices:

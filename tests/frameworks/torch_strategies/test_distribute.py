@@ -309,7 +309,7 @@ def test_what_is_refused(torch, comm, monkeypatch):
         optimizer.step()
     options = strategies.CommunicationOptions(implementation="RING")
     others = strategies.MultiWorkerMirroredStrategy(None, options, communicator=comm)
-    with pytest.raises(ValueError, match="must have neither cross_device_ops"):
+    with pytest.raises(ValueError, match="must have no cross_device_ops"):
         others.distribute(network(torch), [])
 
 

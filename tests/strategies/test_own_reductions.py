@@ -1,10 +1,11 @@
-"""Users' own cross-device ops: which methods they define, and who calls them."""
+"""Reductions of users: which methods their ops and strategies define, and who calls them."""
 
 import numpy as np
 import pytest
 
-from strategies import Variable, VariableAggregation, get_replica_context, optimizers
+from strategies import Strategy, Variable, VariableAggregation, get_replica_context, optimizers
 from strategies.core.options import CommunicationOptions, ReduceOp
+from strategies.core.storage import assign_sub
 from strategies.core.values import PerReplica
 from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
@@ -203,3 +204,57 @@ def test_gradient_views_go_through_the_ops_as_well(comm):
 
         assert strategy.run(step) == [Call("all_reduce", comm.size, "ring", 3)]
     assert variable.numpy().tolist() == [-comm.size * (comm.size + 1) / 2] * 3
+
+
+class Clipped(Strategy):
+    """Each replica's share of a sum is at most 1."""
+
+    def all_reduce_arrays(self, arrays, op, options=None, *, batch=True, out=None):
+        clipped = [np.minimum(each, 1) for each in arrays]
+        return super().all_reduce_arrays(clipped, op, options, batch=batch, out=out)
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 64])
+def test_every_reduction_is_by_a_strategys_own_method(comm, bytes_per_pack):
+    options = CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    strategy = Clipped(comm.split(0), communication_options=options)
+    with strategy.scope():
+        weights = Variable(np.zeros(2))
+        count = Variable(0.0, aggregation=VariableAggregation.SUM)
+        optimizer = optimizers.SGD(1.0)
+
+    def step():
+        optimizer.apply_gradients([(np.full(2, 5.0 + comm.rank), weights)])
+        count.assign(6.0 + comm.rank)
+        return get_replica_context().all_reduce("sum", 7.0 + comm.rank)
+
+    # Steps that recur are made in fewer calls.
+    for number in range(5):
+        assert strategy.run(step) == comm.size
+        assert weights.numpy().tolist() == [-comm.size * (number + 1.0)] * 2
+        assert count.numpy() == comm.size
+    for value in (8.0 + comm.rank, np.full(3, 8.0 + comm.rank), {"loss": 8.0}):
+        total = strategy.reduce("sum", value, axis=None)
+        assert np.all((total["loss"] if isinstance(value, dict) else total) == comm.size)
+    strategy.communicator.close()
+
+
+class MajorityVote(Strategy):
+    """Each step is of length 1, in the direction that most replicas' gradients have."""
+
+    def apply_gradients(self, optimizer, gradients, variables):
+        votes = self.all_reduce_arrays([np.sign(each) for each in gradients], ReduceOp.SUM)
+        for variable, vote in zip(variables, votes, strict=True):
+            variable.storage.change(assign_sub, np.sign(vote))
+
+
+def test_a_step_that_writes_values_itself(comm):
+    strategy = MajorityVote(comm.split(0))
+    with strategy.scope():
+        weights = Variable(np.zeros(2))
+        optimizer = optimizers.SGD(1.0)
+    gradient = np.array([1.0 + comm.rank, -5.0 if comm.rank == 1 else 1.0])
+    for _ in range(3):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, weights)]))
+    assert weights.numpy().tolist() == [-3, 0 if comm.size == 2 else -3]
+    strategy.communicator.close()
