@@ -36,6 +36,7 @@ class DatasetClient:
         return self._batches(self._epoch)
 
     def _batches(self, epoch: int) -> Generator[Any, None, None]:
+        self._refuse_earlier(epoch)
         servers = [server for server in self._servers for _ in range(self._credits)]
         dealing = set(servers)
         wanted: deque[_Wanted] = deque()
@@ -49,9 +50,7 @@ class DatasetClient:
                 number, header = answer
                 wanted.append(self._request(server, Next(epoch, number)))
                 yield batches.unpack(header, arrays)
-                if epoch != self._epoch:
-                    text = "another iteration of the dataset has begun: this one has ended"
-                    raise RuntimeError(text)
+                self._refuse_earlier(epoch)
         finally:
             for _, request in wanted:
                 if request is not None:
@@ -60,6 +59,10 @@ class DatasetClient:
             # The garbage collector may end an iteration within a call of another one.
             if threading.get_ident() not in self._callers:
                 self._send_leaves()
+
+    def _refuse_earlier(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise RuntimeError("another iteration of the dataset has begun: this one has ended")
 
     def _note_closed(self, call: Call) -> None:
         self._closed[call.source] = call.body

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from collectives import Communicator
@@ -28,9 +28,17 @@ from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.server import DatasetServer
 from strategies.input import DistributedDataset, InputContext
-from strategies.input.sources import check_iterable, iterate
+from strategies.input.batches import digest_of
+from strategies.input.distributed import GlobalDigest
+from strategies.input.sources import InOneOrder, check_iterable, draw_seed, iterate
 
 MakeDataset = Callable[[InputContext], Iterable[Any]]
+
+_DIFFERENT_BATCHES = (
+    "DatasetWorker without a data task: each rank takes its share of the batches, but the ranks'"
+    " first batches differ. If their order differs, examples are lost or repeated: shuffle with the"
+    " same seed on every rank, or start a data task"
+)
 
 
 class DatasetWorker:
@@ -48,7 +56,10 @@ class DatasetWorker:
     others have received the end, no rank gets that. What a rank was dealt before it died is lost.
 
     Without a data task no rank serves: each of the W training ranks iterates the dataset by itself
-    and takes every W-th batch of it, so that a program on one rank simply iterates it.
+    and takes every W-th batch of it, so that a program on one rank simply iterates it. Shuffles
+    of strategies.input and of a DataLoader have one seed on all ranks then, drawn by torch where it
+    is imported; other shuffles must have an equal one. Where `agreed`, a warning is logged if the
+    ranks' first batches differ.
     """
 
     def __init__(
@@ -89,6 +100,8 @@ class DatasetWorker:
         # As a waiting call, too: of ranks that never come.
         what = "DatasetWorker, whose arguments must be alike"
         refuse_differences(ranks, what, f"agreed={agreed}")
+        seed = draw_seed(by_torch="torch" in sys.modules)
+        self._seed, self._digest = ranks.all_gather_object(seed)[0], ""
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
@@ -99,7 +112,8 @@ class DatasetWorker:
         if membership is not None:
             # First, as all ranks of the program make it: errors above are raised on all of them.
             self._join(membership, credits)
-        self._together = DistributedDataset(strategy.communicator, self._next_epoch)
+        digest = GlobalDigest(lambda: self._digest, _DIFFERENT_BATCHES)
+        self._together = DistributedDataset(strategy.communicator, self._next_epoch, digest)
 
     def _join(self, membership: Membership, credits: int) -> None:
         self._training = training = membership.ranks_of("chief", "worker")
@@ -161,7 +175,8 @@ class DatasetWorker:
             context = InputContext(max(1, len(self._servers)), pipeline, self._in_sync)
             made = self._make(context)
             check_iterable(made)
-            self._made = made
+            divided = not self._servers and self._ranks.size > 1
+            self._made = InOneOrder(made, self._seed) if divided else made
         return self._made
 
     def __iter__(self) -> Iterator[Any]:
@@ -197,7 +212,11 @@ class DatasetWorker:
         place = self._ranks.rank, self._ranks.size
         if context is not None:
             place = context.input_pipeline_id, context.num_input_pipelines
-        yield from islice(iterate(self._dataset()), place[0], None, place[1])
+        for number, batch in enumerate(iterate(self._dataset())):
+            if number == 0 and self._agreed and place[1] > 1:
+                self._digest = digest_of(batch)
+            if number % place[1] == place[0]:
+                yield batch
 
     def close(self) -> None:
         """Take no more batches; the data task goes on without this rank. Again, it does nothing.

@@ -12,7 +12,14 @@ from collectives import Communicator
 from collectives.consistency.uncaught import raising_on_all
 from strategies.input.failures import check_together
 from strategies.input.options import AutoShardPolicy, InputOptions, as_policy
-from strategies.input.sources import check_iterable, draw_seed, files_of, policy_of, takes_seed
+from strategies.input.sources import (
+    check_iterable,
+    draw_seed,
+    files_of,
+    policy_of,
+    shared_order,
+    takes_seed,
+)
 
 log = logging.getLogger("strategies")
 
@@ -65,7 +72,7 @@ def make_report(dataset: Any, options: InputOptions | None) -> Report:
         own_seeds=checked.sharding == "seed_offset",
         takes_seed=takes_seed(dataset),
         files=digest,
-        seed=draw_seed(dataset),
+        seed=draw_seed(by_torch=shared_order(dataset) is not None),
     )
 
 

@@ -16,14 +16,6 @@ from strategies.input.failures import raise_apart, raise_together
 
 log = logging.getLogger("strategies")
 
-# Not an error: each rank may augment the same examples differently.
-_DIFFERENT_BATCHES = (
-    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks' first"
-    " global batches differ. If their order differs, examples are lost or repeated: shuffle with"
-    " the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF or"
-    " distribute_datasets_from_function, where every rank reads a pipeline of its own"
-)
-
 # A rank's state at a step. The maximum over the ranks decides.
 _ENDED, _BATCH, _FAILED = range(3)
 
@@ -46,6 +38,16 @@ class _Read(NamedTuple):
     error: Exception | None = None
     digest: int | None = None
     """Of the global batch, if it is the first one of the iteration and the ranks divide it."""
+
+
+class GlobalDigest(NamedTuple):
+    """Where ranks divide the batches of a dataset that each of them reads."""
+
+    first: Callable[[], str] = str
+    """A digest of the last iteration's first global batch, in hexadecimal digits."""
+
+    warning: str = ""
+    """What is logged where the ranks' digests differ."""
 
 
 class NextBatch:
@@ -79,14 +81,10 @@ class DistributedDataset:
         self,
         communicator: Communicator,
         begin: Callable[[], Generator[Any, None, None]],
-        global_digest: Callable[[], str] = str,
+        global_digest: GlobalDigest | None = None,
     ) -> None:
-        """`begin` starts an iteration over this rank's batches.
-
-        `global_digest` gives a digest, in hexadecimal digits, of the first global batch of the
-        last iteration, where batches are parts of such.
-        """
-        self.communicator, self.global_digest = communicator, global_digest
+        """`begin` starts an iteration over this rank's batches."""
+        self.communicator, self.global_digest = communicator, global_digest or GlobalDigest()
         self.number = int(communicator.all_reduce(np.array(next(_numbers)), "max"))
         self.begin = begin
         self.format: BatchFormat | None = None
@@ -116,7 +114,7 @@ class DistributedDataset:
     def warn_of_differences(self) -> None:
         """Log on rank 0, once, that the ranks take parts of different global batches."""
         if self.communicator.rank == 0 and not self.warned:
-            log.warning("%s", _DIFFERENT_BATCHES)
+            log.warning("%s", self.global_digest.warning)
         self.warned = True
 
 
@@ -187,7 +185,7 @@ class DistributedIterator(Iterator[Any]):
     def _read_one(self) -> _Read:
         try:
             for batch in self._batches:
-                digest = "" if self._position[1] else self._dataset.global_digest()
+                digest = "" if self._position[1] else self._dataset.global_digest.first()
                 number = int(digest[:_DIGEST_DIGITS], 16) if digest else None
                 first = describe(batch) if self._dataset.format is None else None
                 return _Read(_BATCH, batch, first, digest=number)

@@ -6,23 +6,30 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from functools import partial
-from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from collectives import Communicator
 from strategies.input.autoshard import Sharding, agree_on_sharding, checked_options
 from strategies.input.batches import arrays_of, contiguous_part, digest_of
-from strategies.input.distributed import DistributedDataset
+from strategies.input.distributed import DistributedDataset, GlobalDigest
 from strategies.input.failures import call_together, check_together
 from strategies.input.options import AutoShardPolicy, InputContext, InputOptions
 from strategies.input.rebatching import rebatched
 from strategies.input.sources import (
+    InOneOrder,
     RandomOrder,
     batch_size_of,
     check_iterable,
     iterate,
-    shared_order,
+)
+
+# Not an error: each rank may augment the same examples differently.
+_DIFFERENT_BATCHES = (
+    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks' first"
+    " global batches differ. If their order differs, examples are lost or repeated: shuffle with"
+    " the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF or"
+    " distribute_datasets_from_function, where every rank reads a pipeline of its own"
 )
 
 
@@ -34,13 +41,14 @@ def distribute(
     rank, size = communicator.rank, communicator.size
     shard = call_together(communicator, lambda: _shard(dataset, sharding, rank, size))
     depth = checked_options(options).experimental_per_replica_buffer_size
-    order = RandomOrder(dataset)
+    ahead = ReadAhead(depth, RandomOrder(dataset))
 
     def begin() -> Batches:
-        return read_ahead(shard(), depth, order)
+        return ahead.read(shard())
 
     if isinstance(shard, _Parts):
-        return DistributedDataset(communicator, begin, lambda: shard.digest)
+        digest = GlobalDigest(lambda: shard.digest, _DIFFERENT_BATCHES)
+        return DistributedDataset(communicator, begin, digest)
     return DistributedDataset(communicator, begin)
 
 
@@ -55,8 +63,8 @@ def distribute_from_function(
     checked = check_together(communicator, lambda: _without_sharding(options))
     dataset = call_together(communicator, lambda: dataset_fn(context))
     check_together(communicator, lambda: check_iterable(dataset))
-    depth, order = checked.experimental_per_replica_buffer_size, RandomOrder(dataset)
-    return DistributedDataset(communicator, lambda: read_ahead(_unchanged(dataset), depth, order))
+    ahead = ReadAhead(checked.experimental_per_replica_buffer_size, RandomOrder(dataset))
+    return DistributedDataset(communicator, lambda: ahead.read(_unchanged(dataset)))
 
 
 def _without_sharding(options: Any) -> InputOptions:
@@ -74,9 +82,7 @@ def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[
     if isinstance(dataset, DistributedDataset):
         raise TypeError("dataset is a DistributedDataset: must be one that is not distributed yet")
     if sharding.policy is AutoShardPolicy.DATA:
-        if hasattr(dataset, "with_seed"):  # else each rank splits batches of a different order
-            dataset = dataset.with_seed(sharding.seed, 0)
-        return _Parts(dataset, rank, size, sharding.seed)
+        return _Parts(InOneOrder(dataset, sharding.seed), rank, size)
     if sharding.policy is AutoShardPolicy.FILE:
         dataset = dataset.auto_shard(size, rank)
     if sharding.own_seeds:
@@ -84,26 +90,20 @@ def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[
     return partial(_rebatched, dataset, rank, size)
 
 
-# Seeds have 63 bits, of which the dataset's is the first 32.
-_MOST_ITERATIONS = 1 << 31
-
 # These are generators, so that an exception of `iter(dataset)` is raised at the first step.
 
 
 class _Parts:
     """The rank's part of every batch of a dataset that all ranks read."""
 
-    def __init__(self, dataset: Any, rank: int, size: int, seed: int) -> None:
+    def __init__(self, dataset: InOneOrder, rank: int, size: int) -> None:
         self._dataset, self._rank, self._size = dataset, rank, size
-        self._seeds, self._set_seed = count(seed * _MOST_ITERATIONS), shared_order(dataset)
         self.digest = ""
         """Of the first batch of the iteration that began last."""
 
     def __call__(self) -> Batches:
-        if self._set_seed is not None:
-            self._set_seed(next(self._seeds))
         first = True
-        for batch in iterate(self._dataset):
+        for batch in self._dataset:
             part = contiguous_part(batch, self._rank, self._size)
             if first:
                 self.digest, first = digest_of(batch), False
@@ -128,37 +128,49 @@ class _End(NamedTuple):
     error: BaseException | None
 
 
-def read_ahead(batches: Batches, depth: int, order: RandomOrder | None = None) -> Batches:
-    """The same batches, up to `depth` of them read in advance by a thread; 0: no thread.
+class ReadAhead:
+    """Iterations over one dataset, up to `depth` batches of which a thread reads in advance."""
 
-    The thread starts with the first request. It ends with the batches; where this generator is
-    closed or deleted earlier, it ends after the batch that it is reading. The random numbers of
-    `order` then go on from the last batch that was given out, as without the thread. An exception
-    of the batches is raised here in its place, with the original traceback.
-    """
-    if depth == 0:
-        yield from batches
-        return
-    reader = _Reader(batches, depth, order)
-    try:
-        while not isinstance(batch := reader.next_batch(), _End):
-            yield batch
-        if batch.error is not None:
-            raise batch.error
-    finally:
-        reader.stop()
+    def __init__(self, depth: int, order: RandomOrder | None = None) -> None:
+        """`depth` 0: no thread. `order` has the random numbers of the dataset's order."""
+        self._depth, self._order = depth, order
+        self._last: tuple[threading.Thread, threading.Event] | None = None
+
+    def read(self, batches: Batches) -> Batches:
+        """The same batches.
+
+        The thread starts with the first request. It ends with the batches; where this generator is
+        closed or deleted earlier, it ends after the batch that it is reading. The random numbers
+        then go on from the last batch that was given out, as without the thread. An exception of
+        the batches is raised here in its place, with the original traceback.
+        """
+        if self._depth == 0:
+            yield from batches
+            return
+        if self._last is not None and self._last[1].is_set():
+            # A dataset need not allow two iterations at a time.
+            self._last[0].join()
+        reader = _Reader(batches, self._depth, self._order)
+        self._last = reader.thread, reader.stopped
+        try:
+            while not isinstance(batch := reader.next_batch(), _End):
+                yield batch
+            if batch.error is not None:
+                raise batch.error
+        finally:
+            reader.stop()
 
 
 class _Reader:
     def __init__(self, batches: Batches, depth: int, order: RandomOrder | None) -> None:
         self._ready: SimpleQueue[Any] = SimpleQueue()
-        self._free_slots, self._stopped = threading.Semaphore(depth), threading.Event()
-        self._order = order
+        self._free_slots, self.stopped = threading.Semaphore(depth), threading.Event()
+        self._order, self._restores = order, False
         self._state = self._now()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._read, args=(batches,), name=THREAD_NAME, daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def _now(self) -> Any:
         return None if self._order is None else self._order.state()
@@ -171,11 +183,17 @@ class _Reader:
 
     def stop(self) -> None:
         """End the thread after the batch that it is reading."""
-        self._stopped.set()
+        self.stopped.set()
         self._free_slots.release()
+        # The thread may still draw, and has drawn for batches that nobody takes.
+        if self.thread is threading.current_thread():  # within the garbage collector
+            self._restores = True
+        elif self._state is not None:
+            self.thread.join()
+            self._restore()
+
+    def _restore(self) -> None:
         if self._order is not None and self._state is not None:
-            # It may still draw, and has drawn for batches that nobody takes.
-            self._thread.join()
             self._order.restore(self._state)
 
     def _read(self, batches: Batches) -> None:
@@ -186,10 +204,12 @@ class _Reader:
                 for batch in batches:
                     self._ready.put((batch, self._now()))
                     self._free_slots.acquire()
-                    if self._stopped.is_set():
+                    if self.stopped.is_set():
                         return
         except BaseException as raised:  # SystemExit too: the consumer waits for an answer
             error = raised
         finally:
             # All numbers that it has drawn were for batches that were taken.
             self._ready.put((_End(error), None))
+            if self._restores:
+                self._restore()

@@ -12,12 +12,16 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from strategies.input.options import AutoShardPolicy, as_policy
 
 # The generator that a sampler of torch got here, for all iterations.
 _OWN_ORDER, _NO_GENERATOR = "_order_of_strategies", object()
+
+# Seeds have 63 bits, of which the dataset's is the first 32.
+_MOST_ITERATIONS = 1 << 31
 
 
 def check_iterable(dataset: Any) -> None:
@@ -114,8 +118,21 @@ def shared_order(dataset: Any) -> Callable[[int], None] | None:
     return set_seed
 
 
-def draw_seed(dataset: Any) -> int:
-    """A random seed: torch's next number where it decides on the order, else one of the system."""
-    if shared_order(dataset) is None:
+class InOneOrder:
+    """A dataset that several ranks iterate in an order which their equal seed determines."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset.with_seed(seed, 0) if hasattr(dataset, "with_seed") else dataset
+        self._seeds, self._set_seed = count(seed * _MOST_ITERATIONS), shared_order(dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._set_seed is not None:
+            self._set_seed(next(self._seeds))
+        return iterate(self._dataset)
+
+
+def draw_seed(*, by_torch: bool) -> int:
+    """A random seed of 32 bits: torch's next number, or one of the system."""
+    if not by_torch:
         return secrets.randbits(32)
     return int(sys.modules["torch"].randint(1 << 32, ()))

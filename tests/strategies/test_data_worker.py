@@ -19,6 +19,7 @@ from strategies.cluster.spec import ClusterSpec
 from strategies.cluster_resolver import SimpleClusterResolver
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.data_worker import DatasetWorker
+from strategies.input import make_numpy_dataset
 from strategies.input.batches import pack, unpack
 from tests.slow import slow
 from tests.strategies.support import limited, lone_strategy, refusal
@@ -365,6 +366,31 @@ def test_ranks_without_a_data_task_share_the_batches(agreed):
 
 
 @pytest.mark.parametrize("agreed", [True, False])
+def test_a_shuffled_dataset_without_a_data_task_is_every_row_once(agreed):
+    def body(comm):
+        strategy = MultiWorkerMirroredStrategy(communicator=comm)
+        rows = make_numpy_dataset(np.arange(12)).shuffle(12).batch(2)
+        data = DatasetWorker(strategy, lambda context: rows, agreed=agreed)
+        return [[int(row) for batch in data for row in batch] for _ in range(2)]
+
+    first, second = on_threads(2, body)
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(ours + theirs) == list(range(12))
+    assert first[0] != first[1]
+
+
+def test_ranks_whose_datasets_differ_are_logged(caplog):
+    def body(comm):
+        strategy = MultiWorkerMirroredStrategy(communicator=comm)
+        data = DatasetWorker(strategy, lambda context: [np.arange(2) + comm.rank] * 4)
+        return len(list(data))
+
+    assert on_threads(2, body) == [2, 2]
+    assert "DatasetWorker without a data task" in caplog.text
+    assert "first batches differ" in caplog.text
+
+
+@pytest.mark.parametrize("agreed", [True, False])
 def test_an_error_on_one_rank_alone(agreed):
     def body(comm):
         class Failing:
@@ -501,8 +527,9 @@ def test_an_iteration_that_the_garbage_collector_ends_within_a_call(monkeypatch)
     client = DatasetClient(SimpleNamespace(closed=False), [1, 2], 1)
     client._endpoint = Answering()
     monkeypatch.setattr("strategies.input.batches.unpack", lambda header, arrays: header)
-    first, second = client.next_epoch(), client.next_epoch()
+    first = client.next_epoch()
     assert next(first) == 0
+    second = client.next_epoch()
     client._endpoint.within = first.close
     assert next(second) == 1
     assert sorted(client._endpoint.sent) == [(1, 0), (2, 0)]
@@ -518,11 +545,13 @@ def test_an_iteration_ends_the_one_before():
                 return data.serve()
             first = iter(data)
             assert number_of(next(first)) == 0
+            unstarted = iter(data)
             assert [number_of(batch) for batch in data] == list(range(9))
-            refusal(RuntimeError, "another iteration of the dataset has begun", next, first)
+            for ended in (first, unstarted):
+                refusal(RuntimeError, "another iteration of the dataset has begun", next, ended)
         return None
 
-    assert on_threads(2, body) == [None, 2]
+    assert on_threads(2, body) == [None, 3]
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from collectives import Communicator, DeadlineExceededError
 from collectives.transports import local
 from strategies.input import DatasetError, InputOptions, TensorSpec, distribute, make_numpy_dataset
-from strategies.input.distribution import read_ahead
+from strategies.input.distribution import THREAD_NAME, ReadAhead
 from tests.strategies.support import lone_strategy, on_ranks, readers, refusal, until
 
 Example = namedtuple("Example", "image label")
@@ -360,14 +360,14 @@ def counting(read, count=None):
 @given(st.integers(0, 20), st.integers(0, 5))
 def test_what_is_read_ahead_is_the_same(count, depth):
     read = []
-    assert list(read_ahead(counting(read, count), depth)) == list(range(count))
+    assert list(ReadAhead(depth).read(counting(read, count))) == list(range(count))
     assert read == [*range(count), "closed"]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_reading_ahead_is_limited_to_the_depth(depth):
     read = []
-    ahead = read_ahead(counting(read), depth)
+    ahead = ReadAhead(depth).read(counting(read))
     assert not readers()
     for taken in range(1, 4):
         next(ahead)
@@ -401,7 +401,7 @@ def test_random_numbers_go_on_from_the_last_batch_that_was_given_out():
         yield numbers.drawn
 
     numbers, reading, left = Numbers(), threading.Event(), threading.Event()
-    ahead = read_ahead(source(), 5, numbers)
+    ahead = ReadAhead(5, numbers).read(source())
     assert [next(ahead), next(ahead)] == [1, 2]
     assert reading.wait(20)
     timer = threading.Timer(0.1, left.set)
@@ -411,10 +411,70 @@ def test_random_numbers_go_on_from_the_last_batch_that_was_given_out():
     assert numbers.restored == [(2, 0)]
 
 
+def test_the_next_iteration_begins_when_the_thread_of_one_that_was_left_has_ended():
+    """A DataLoader whose workers persist has one iterator."""
+    order, left = [], threading.Event()
+
+    def slow():
+        yield 0
+        order.append("reading")
+        left.wait(20)
+        yield 1
+        order.append("not reached")
+
+    def following():
+        order.append("following")
+        yield 2
+
+    ahead = ReadAhead(1)
+    first = ahead.read(slow())
+    assert next(first) == 0
+    until(lambda: order)
+    first.close()
+    timer = threading.Timer(0.1, lambda: (order.append("left"), left.set()))
+    timer.start()
+    assert list(ahead.read(following())) == [2]
+    timer.join()
+    assert order == ["reading", "left", "following"]
+    # One that is suspended is not waited for.
+    suspended = ahead.read(each for each in [3, 4, 5])
+    assert next(suspended) == 3
+    assert list(ahead.read(following())) == [2]
+    assert list(suspended) == [4, 5]
+
+
+def test_an_iterator_that_the_reader_itself_frees():
+    """The garbage collector may run there: numbers are restored at the thread's end."""
+
+    class Numbers:
+        drawn, restored = 0, []
+
+        def state(self):
+            return self.drawn
+
+        def restore(self, state):
+            self.restored.append((state, threading.current_thread().name))
+
+    def source():
+        numbers.drawn += 1
+        yield 1
+        taken.wait(20)
+        numbers.drawn += 1
+        holder.pop().close()
+        yield 2
+
+    numbers, taken = Numbers(), threading.Event()
+    holder = [ReadAhead(1, numbers).read(source())]
+    assert next(holder[0]) == 1
+    taken.set()
+    wait_for_readers_to_end()
+    assert numbers.restored == [(1, THREAD_NAME)]
+
+
 def test_the_reader_ends_when_the_iterator_is_deleted():
     read = []
     source = counting(read)  # referenced here, so that only the reader can close it
-    ahead = read_ahead(source, 2)
+    ahead = ReadAhead(2).read(source)
     next(ahead)
     assert len(readers()) == 1
     del ahead
@@ -428,7 +488,7 @@ def test_an_exception_of_the_source_is_raised_in_its_place_with_its_traceback(er
         yield 1
         raise error("broken")
 
-    ahead = read_ahead(source(), 3)
+    ahead = ReadAhead(3).read(source())
     assert next(ahead) == 1
     with pytest.raises(error, match="broken") as caught:
         next(ahead)
