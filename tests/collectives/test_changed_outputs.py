@@ -46,6 +46,7 @@ class Remembered:
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("name", ["all_reduce", "all_reduce_many", "all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.filterwarnings("ignore:Setting the (dtype|shape):DeprecationWarning")
 def test_a_changed_output_is_refused_and_the_call_can_be_made_after_all(
     comm, length, name, registered
 ):

@@ -145,6 +145,7 @@ def test_dtypes_that_share_a_name_or_a_size_differ(comm, mine, others):
 
 
 @marked(on_two)
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
 def test_a_remembered_list_whose_arrays_were_reshaped(comm):
     arrays = [np.arange(6.0), np.arange(4.0)]
     for _ in range(4):

@@ -20,6 +20,7 @@ from collectives.launching.hosts import Host, listening_address, process_mapping
 from collectives.launching.launcher import check_launch, find_torch_launch, started_by_mpi
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE
 from collectives.world import _FOREVER, _start_seconds
+from tests.worlds.programs import errors_of
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -293,7 +294,7 @@ def test_a_forked_child_closes_its_copies_of_the_connections(finalized):
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, errors_of(ended)) == (0, "")
 
 
 OPEN_MPI = "Open MPI v5.0.11, package: x\n"

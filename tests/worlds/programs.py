@@ -26,8 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def errors_of(ended):
-    """A program's stderr, without the reports of slow ranks of a busy machine."""
-    return re.sub(r"^.* has waited .* for .*\n", "", ended.stderr, flags=re.MULTILINE)
+    """A program's stderr, without the reports of slow ranks of a busy machine, and of forks."""
+    text = r"^.*( has waited .* for |: This process .* is multi-threaded, use of fork\(\)).*\n"
+    return re.sub(text, "", ended.stderr, flags=re.MULTILINE)
 
 
 def run_program(size, command, *, timeout):
