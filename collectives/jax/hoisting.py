@@ -7,7 +7,7 @@ and the other ranks, whose arguments depend on the iteration, make the call in e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax._src.interpreters import partial_eval
@@ -16,7 +16,7 @@ from jax._src.state import AbstractRef
 
 from collectives.jax.lowering_in_place import Contains
 
-_Hoisting = Callable[[Any, list[Any], int], Any]
+_Hoisting = Callable[..., Any]
 _Rule = Callable[..., Any]
 
 
@@ -46,20 +46,29 @@ def _moves_calls(contains: Contains, body: Any, varies: list[bool]) -> bool:
 
 
 def _unless_moved(contains: Contains, hoist: _Hoisting) -> _Hoisting:
-    def hoist_unless_moved(body: Any, constants: list[Any], residuals: int) -> Any:
+    def hoist_unless_moved(body: Any, constants: list[Any], residuals: int, *kept: int) -> Any:
         others = len(body.in_avals) - len(constants)
         if _moves_calls(contains, body, [False] * len(constants) + [True] * others):
             return body, constants, [False] * residuals, []
-        return hoist(body, constants, residuals)
+        return hoist(body, constants, residuals, *kept)
 
     return hoist_unless_moved
+
+
+def _constants_of(scan: Mapping[str, Any]) -> int:
+    """The number of a scan's constants, by its parameters."""
+    if "num_consts" in scan:
+        return int(scan["num_consts"])
+    # Since JAX 0.12.
+    constants, _, _ = scan["ft_in"].unpack()
+    return len(list(constants))
 
 
 def _refusing(contains: Contains, rule: _Rule) -> _Rule:
     """The rule for a scan under `jax.checkpoint`, which moves parts out in a way of its own."""
 
     def refuse(saveable: Any, unknown: list[bool], instantiated: Any, equation: Any) -> Any:
-        body, constants = equation.params["jaxpr"], equation.params["num_consts"]
+        body, constants = equation.params["jaxpr"], _constants_of(equation.params)
         # Tangents aren't known, and JAX moves none.
         varies = [*unknown[:constants], *[True] * (len(unknown) - constants)]
         if _moves_calls(contains, body, varies):

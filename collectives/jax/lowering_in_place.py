@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from collectives.jax.tokens import condition, loop, uncached
 
 # By name: JAX exports some of these primitives only, and not the same in each version.
-_FUNCTIONS = ("jit", "pjit", "closed_call", "call", "core_call")
+_FUNCTIONS = ("jit", "pjit")
 _WITH_TOKEN: dict[str, Callable[..., Any]] = {"cond": condition, "while": loop}
 _WITH_REGIONS = (
     *("scan", "checkpoint", "remat2", "remat_opt", "custom_linear_solve"),
@@ -33,7 +33,8 @@ def lower_in_place(contains: Contains) -> None:
     for each, entry in list(mlir._lowerings.items()):
         # Older versions keep the rules themselves.
         rule = getattr(entry, "rule", entry)
-        if each.name in _FUNCTIONS:
+        calls_function = getattr(rule, "func", None) is mlir.core_call_lowering
+        if calls_function or each.name in _FUNCTIONS:
             rule = partial(_if_within, contains, _in_place, rule)
         elif each.name in _WITH_TOKEN:
             rule = partial(_if_within, contains, _WITH_TOKEN[each.name], rule)
