@@ -105,7 +105,7 @@ STRATEGIES = {
     | {"jax", "keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
     "jax": {"cluster_resolver", "core", "replication", "collectives", "collectives.compression"}
-    | {"collectives.jax"},
+    | {"collectives.caching", "collectives.jax"},
     "estimator": {"core", "tensorflow"},
     "tensorflow": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}

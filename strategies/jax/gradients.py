@@ -71,18 +71,18 @@ class _Compressed:
 
     def __init__(self, reducer: CompressedReducer, number: int, what: str) -> None:
         self._reducer, self._number, self._what = reducer, number, what
-        self._reductions: dict[str, HostFunction] = {}
+        self._names: dict[str, ListName] = {}
+        self._reduction: HostFunction = self._reduce_into
 
     def averages(self, value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
         """The exact mean of the value, and the approximate one of the gradients."""
-        kinds = ", ".join(f"{each.dtype}{list(each.shape)}" for each in jax.tree.leaves(gradients))
-        if kinds not in self._reductions:
-            # A program that is compiled again goes on with what its earlier form left out.
-            name = ListName(f"gradients of function {self._number}")
-            self._reductions[kinds] = partial(self._reduce_into, name)
         mean = common_mean(value, self._what, comm=comm)
-        return mean, mean_by(self._reductions[kinds], gradients, comm=comm)
+        return mean, mean_by(self._reduction, gradients, comm=comm)
 
-    def _reduce_into(self, name: ListName, given: Sequence[Any], means: Sequence[Any]) -> None:
+    def _reduce_into(self, given: Sequence[Any], means: Sequence[Any]) -> None:
+        # A program that is compiled again goes on with what its earlier form left out; `vmap`
+        # reduces larger arrays than those of the trace.
+        kinds = ", ".join(f"{each.dtype}{list(each.shape)}" for each in given)
+        name = self._names.setdefault(kinds, ListName(f"gradients of function {self._number}"))
         for target, mean in zip(means, self._reducer.all_reduce_many(given, of=name), strict=True):
             target[...] = mean

@@ -13,6 +13,7 @@ from jax import shard_map
 from jax.lax import pcast
 from jax.sharding import PartitionSpec
 
+from collectives.caching import LRU
 from strategies.core.options import ReduceOp, as_reduce_op
 from strategies.core.same_error import PropagatedErrors
 from strategies.jax.mesh import REPLICA, ReplicaMesh
@@ -74,6 +75,7 @@ class Replicas:
     def __init__(self, strategy: Replication, mesh: ReplicaMesh) -> None:
         self._strategy, self._mesh = strategy, mesh
         self._compiled = lru_cache(_COMPILED)(self._compile)
+        self._traced: LRU[Any, bool] = LRU(_COMPILED)
         self._described = lru_cache(_COMPILED)(_described)
         self._fold = jax.jit(_fold, static_argnums=(1, 2), out_shardings=mesh.replicated)
         self._join = jax.jit(_join, static_argnums=1, out_shardings=mesh.replicated)
@@ -88,11 +90,13 @@ class Replicas:
         """As `TPUStrategy.replicate`."""
         self._strategy.barrier(f"TPUStrategy.replicate of {jax.tree.structure(value)}")
 
-        def of(leaf: Any) -> jax.Array:
-            chiefs = self._strategy.mirror(np.array(leaf), "TPUStrategy.replicate")
+        def of(array: Any) -> jax.Array:
+            chiefs = self._strategy.mirror(array, "TPUStrategy.replicate")
             return self._mesh.place(chiefs, self._mesh.replicated)
 
-        return jax.tree.map(of, value)
+        with PropagatedErrors(self._strategy.communicator, "TPUStrategy.replicate"):
+            arrays = jax.tree.map(np.array, value)
+        return jax.tree.map(of, arrays)
 
     def stack(self, rows: np.ndarray[Any, Any]) -> PerReplicaArray:
         """An array of shape (replicas of this process, …) as its replicas' values. Collective."""
@@ -114,8 +118,14 @@ class Replicas:
                 each.stacked if isinstance(each, PerReplicaArray) else self._on_mesh(each)
                 for each in leaves
             ]
+            compiled = self._compiled(fn, structure, apart)
+            program = compiled, tuple(each.aval for each in arrays)
+            if self._traced.recall(program) is None:
+                # What `fn` raises, it raises here.
+                compiled.trace(*arrays)
+                self._traced.put(program, True)
         self._agree(fn, structure, arrays)
-        results = self._mesh.wait_on_cpu(self._compiled(fn, structure, apart)(*arrays))
+        results = self._mesh.wait_on_cpu(compiled(*arrays))
         return jax.tree.map(lambda each: PerReplicaArray(each, self._mesh), results)
 
     def _on_mesh(self, value: Any) -> jax.Array:

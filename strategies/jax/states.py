@@ -27,17 +27,18 @@ class PytreeState:
     saved under the paths of their keys, numbers as arrays, keys of `jax.random.key` as the integers
     that they consist of. Making one is collective.
 
-    parameters: a function of the pytree that returns the part which is trained. LocalSGDStrategy
-        needs it: each assignment of `value` counts as one step, after which the parameters are
-        averaged where a round ends. The rest, as an optimizer's state, is each rank's own, and a
-        checkpoint has the chief's. Other strategies don't use it.
+    parameters: a function of the pytree that returns those of its arrays which are trained, as
+        they are, in any pytree. LocalSGDStrategy needs it: each assignment of `value` counts as one
+        step, after which the parameters are averaged where a round ends. The rest, as an
+        optimizer's state, is each rank's own, and a checkpoint has the chief's. Other strategies
+        don't use it.
 
     Raises a MismatchError on every rank where the ranks' pytrees differ in keys, shapes or dtypes;
     ValueError for two leaves of one path and integers that JAX would change; under LocalSGDStrategy
-    also without `parameters`, for parameters that aren't floats, and where a pytree is assigned
-    whose structure, shapes or dtypes are others; RuntimeError where one is assigned after an
-    averaging and `value` was not read in between; TypeError under ParameterServerStrategy, whose
-    variables are `strategies.Variable` alone.
+    also without `parameters`, for parameters that aren't floats or aren't the pytree's, and where
+    a pytree is assigned whose structure, shapes or dtypes are others; RuntimeError where one is
+    assigned after an averaging and `value` was not read in between; TypeError under
+    ParameterServerStrategy, whose variables are `strategies.Variable` alone.
     """
 
     def __init__(
@@ -119,6 +120,23 @@ class PytreeState:
         leaves, names = jax.tree.leaves(self._value), names_of(self._value)
         return {name: _array_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
 
+    def check_tensors(self, tensors: Mapping[str, Array]) -> None:
+        """ValueError for other names, shapes or dtypes than those of `value`.
+
+        A step that failed may have deleted its arrays, which were donated.
+        """
+        found = {name: _kind_of(each) for name, each in tensors.items()}
+        leaves, names = jax.tree.leaves(self._value), names_of(self._value)
+        kept = [jax.eval_shape(_data_of, leaf) for leaf in leaves]
+        wanted = {name: _kind_of(each) for name, each in zip(names, kept, strict=True)}
+        lines = [
+            f"{name} is {found.get(name, 'missing')}, wanted {wanted.get(name, 'nothing')}"
+            for name in sorted(found.keys() | wanted.keys())
+            if found.get(name) != wanted.get(name)
+        ]
+        if lines:
+            raise ValueError("; ".join(lines))
+
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Replace `value` by a pytree of the same structure."""
         leaves, structure = jax.tree.flatten(self._value)
@@ -144,9 +162,15 @@ class PytreeState:
                 "PytreeState: under this strategy the parameters are averaged: name them by"
                 " parameters=, such as parameters=lambda value: value[0]"
             )
-        leaves, structure = jax.tree.flatten(self._value)
-        numbers = jax.tree.unflatten(structure, range(len(leaves)))
-        self._trained = jax.tree.leaves(parameters(numbers))
+        leaves = jax.tree.leaves(self._value)
+        # All of them are arrays of their own, made when the chief's were taken.
+        numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        chosen = jax.tree.leaves(parameters(self._value))
+        if not chosen or not all(id(each) in numbers for each in chosen):
+            raise ValueError(
+                "PytreeState: parameters= must return one or more of the pytree's own arrays"
+            )
+        self._trained = [numbers[id(each)] for each in chosen]
         for number in self._trained:
             if not jax.numpy.issubdtype(leaves[number].dtype, jax.numpy.inexact):
                 kind, name = leaves[number].dtype, names_of(self._value)[number]
@@ -159,6 +183,15 @@ def _kinds_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     leaves, structure = jax.tree.flatten(value)
     arrays = [each if hasattr(each, "dtype") else jax.numpy.asarray(each) for each in leaves]
     return structure, [(each.shape, each.dtype) for each in arrays]
+
+
+def _kind_of(array: Any) -> str:
+    return f"{array.dtype} of shape {array.shape}"
+
+
+def _data_of(leaf: Any) -> Any:
+    """The array that is saved of a leaf."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else jax.numpy.asarray(leaf)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -100,6 +100,12 @@ class Averaging:
         for value in values:
             value.begin_step(keep=self._outer is not None)
 
+    def finish_steps(self) -> None:
+        """Wait for steps that are computed asynchronously; raises what one of them raises."""
+        for known in self._known:
+            if (value := known()) is not None and value.touched:
+                value.view()
+
     def exchange(self, *numbers: int) -> RankStates:
         """Gather every rank's numbers, and the state of each of its values. Collective."""
         held = [known() for known in self._known]

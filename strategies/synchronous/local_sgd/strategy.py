@@ -182,6 +182,8 @@ class LocalSGDStrategy(Strategy):
         """
         with PropagatedErrors(self.communicator, "averaging"):
             self._modules.begin_averaging()
+            # What fails here must do so before the others wait, and a round's time includes it.
+            self._averaging.finish_steps()
         state, parts = self._exchange(part)
         counts = [
             each.reason.in_loop or touched

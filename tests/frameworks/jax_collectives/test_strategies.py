@@ -1,5 +1,7 @@
 """JAX's pytrees under strategies: averaged derivatives, and state in checkpoints."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,13 @@ def test_compressed_gradients(jax, comm):
         assert np.linalg.norm(total - exact) < 0.3 * np.linalg.norm(exact)
         (known,) = strategy.compressed._lists.values()
         assert "function 0: mean of float32[5], float32[8, 5]" in known.text
+        # A batch has a list of its own.
+        many = jax.vmap(derivatives, (None, 0))
+        for length in (2, 3, 2):
+            batch = np.stack([rows[comm.rank]] * length)
+            _, apart = jax.block_until_ready(many(parameters, batch))
+            assert apart["kernel"].shape == (length, 8, 5)
+        assert len(strategy.compressed._lists) == 3
         with pytest.raises(NotImplementedError, match="has no derivative"):
             jax.jvp(derivatives, (parameters, rows[0]), (parameters, rows[0]))
 
@@ -235,6 +244,9 @@ def test_pytrees_that_cannot_be_averaged(jax, comm):
         PytreeState(strategy, value)
     with pytest.raises(ValueError, match="1 is int32: parameters must be floats"):
         PytreeState(strategy, value, lambda value: value)
+    for parameters in (lambda value: {}, lambda value: value[0] + 1, lambda value: 0):
+        with pytest.raises(ValueError, match="one or more of the pytree's own arrays"):
+            PytreeState(strategy, value, parameters)
     # The arrays are alike, so that their shapes show no difference.
     alike = [np.ones(2, "float32")] * 3
     for parameters in (
@@ -260,6 +272,80 @@ def test_pytrees_that_cannot_be_averaged(jax, comm):
     state.restore_tensors({"0": np.zeros(2, "float32"), "1": np.arange(2, dtype="int32")})
     state.value = (value[0] * (comm.rank + 2.0), value[1])
     assert state.value[0].tolist() == [2.5, 2.5]
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_fails_on_one_rank(jax, comm, tmp_path):
+    """It has deleted its arrays, which were donated; a checkpoint restores them."""
+    from strategies.jax import PytreeState
+
+    path = comm.broadcast_object(str(tmp_path / "state.safetensors"))
+    strategy, fails = strategies.LocalSGDStrategy(100, communicator=comm.split(0)), [False]
+
+    def check(each):
+        if fails[0]:
+            raise ValueError("bad data")
+        return each
+
+    def step(given):
+        checked = jax.pure_callback(check, jax.ShapeDtypeStruct((4,), "float32"), given[0])
+        return checked + 1 + comm.rank, given[1]
+
+    step = jax.jit(step, donate_argnums=0)
+    value = jax.numpy.ones(4), jax.random.key(comm.rank)
+    # Arrays that are filtered by what they are.
+    state = PytreeState(strategy, value, lambda value: [each for each in value if each.ndim])
+    checkpoint = strategies.Checkpoint(training=state)
+    state.value = step(state.value)
+    checkpoint.save(path)
+    assert state.value[0].tolist() == [2.5] * 4
+    state.value = step(state.value)
+    fails[0] = comm.rank == 1
+    try:
+        state.value = step(state.value)
+    except Exception:
+        assert comm.rank == 1
+    # At once, instead of at the deadline: rank 1 learns of it where the ranks would average.
+    with pytest.raises((collectives.MismatchError, RuntimeError, ValueError)) as caught:
+        strategy.synchronize()
+    assert not isinstance(caught.value, collectives.DeadlineExceededError)
+    fails[0] = False
+    strategy.communicator.barrier()
+    checkpoint.restore(path)
+    assert state.value[0].tolist() == [2.5] * 4
+    state.value = step(state.value)
+    strategy.synchronize()
+    assert state.value[0].tolist() == [4.0] * 4
+    strategy.communicator.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_round_lasts_until_its_steps_are_computed(jax, comm, monkeypatch):
+    from strategies.jax import PytreeState
+
+    strategy = strategies.LocalSGDStrategy(sync_seconds=0.1, communicator=comm.split(0))
+    state = PytreeState(strategy, jax.numpy.ones(4), lambda value: value)
+    proposal, computed = strategy._rounds.proposal, []
+
+    def slow(each):
+        time.sleep(0.2)
+        return each
+
+    def proposed():
+        computed.append(result.is_ready())
+        return proposal()
+
+    monkeypatch.setattr(strategy._rounds, "proposal", proposed)
+    step = jax.jit(
+        lambda each: jax.pure_callback(slow, jax.ShapeDtypeStruct((4,), "float32"), each)
+    )
+    for _ in range(3):
+        result = step(state.value)
+        state.value = result
+    strategy.synchronize()
+    assert len(computed) >= 2
+    assert all(computed)
+    strategy.communicator.close()
 
 
 def test_parameter_servers_take_no_pytrees(jax, comm):

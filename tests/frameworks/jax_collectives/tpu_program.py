@@ -61,6 +61,26 @@ def test_calls_in_programs_over_several_devices(resolver):
         raises(NotImplementedError, "devices of this process: must be over one", program, given)
 
 
+def test_a_function_that_fails_on_one_rank(resolver):
+    """Before XLA waits for that rank, also where it is traced anew."""
+    strategy = strategies.TPUStrategy(resolver)
+    last = strategy.communicator.rank == strategy.communicator.size - 1
+
+    def step(array, fails):
+        if last and fails:
+            raise KeyError("missing")
+        return array + 1
+
+    for length in (2, 3):
+        array = strategy.replicate(jnp.ones(length))
+        strategy.run(partial(step, fails=False), (array,))
+        with pytest.raises((KeyError, collectives.MismatchError), match="missing"):
+            strategy.run(partial(step, fails=True), (array,))
+    values = [1.0, object() if last else 1.0]
+    with pytest.raises((TypeError, collectives.MismatchError), match="JAX type|object"):
+        strategy.replicate(values)
+
+
 def test_training(resolver):
     """Linear regression on 4 replicas has NumPy's parameters on one."""
     strategy = strategies.TPUStrategy(resolver)
@@ -223,7 +243,7 @@ def test_differences(resolver):
     mismatch = collectives.MismatchError
     assignment = (None, DeviceAssignment(2, 2))[rank]
     raises(mismatch, "num_cores", strategies.TPUStrategy, resolver, assignment)
-    function = (np.sin, np.cos)[rank]
+    function = (jnp.sin, jnp.cos)[rank]
     raises(mismatch, "TPUStrategy.run", strategy.run, function, (1.0,))
     raises(mismatch, "TPUStrategy.reduce", strategy.reduce, ("sum", "mean")[rank], 1.0, axis=None)
     raises(mismatch, "of contents", strategy.run, lambda x: x, (np.ones(2) + rank,))
@@ -237,6 +257,7 @@ def main():
     resolver = TPUClusterResolver()
     initialize_tpu_system(resolver)
     test_starting(resolver)
+    test_a_function_that_fails_on_one_rank(resolver)
     test_training(resolver)
     test_values_of_replicas(resolver)
     test_many_steps(resolver)
