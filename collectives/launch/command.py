@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -21,9 +22,12 @@ from collectives.launch.task_server import TaskServer
 from collectives.launch.tasks import SECRET, Tasks
 from collectives.launching.launcher import started_by_mpi
 from collectives.launching.library import load
-from collectives.launching.start import load_mpich, start_through
+from collectives.launching.start import load_mpich, start_mpi, start_through
 from collectives.waiting.command_line import parse_seconds
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE
+
+# From `docker stop` and the like. Ctrl-C in a terminal reaches the child by itself.
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(
@@ -45,8 +49,10 @@ def main(
     try:
         # mpirun's ranks need no tasks.
         if started_by_mpi(environment):
-            mpi = load()
+            mpi = start_mpi()
         else:
+            if os.getpid() == 1:
+                _become_child()
             mpi = _start(find_tasks(environment), environment.get(SECRET, ""), options)
     except (CollectiveError, ValueError, TypeError) as error:
         return f"python -m {module}: {error}"
@@ -61,6 +67,23 @@ def _open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+
+
+def _become_child() -> None:
+    """Go on in a child of this process, which passes signals on and has the child's exit status.
+
+    The kernel does not kill process 1 of a container, as it must where another rank has ended.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    for number in _PASSED_ON:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    ended = 0
+    while ended != child:  # orphans, too
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:
@@ -110,8 +133,15 @@ def _run(program: list[str], *, as_module: bool) -> None:
 
 
 def _put_first(folder: str) -> None:
-    """Into sys.path, in place of the working directory, which `python -P` leaves out."""
-    sys.path[: not getattr(sys.flags, "safe_path", False)] = [folder]
+    """Into sys.path, in place of the working directory.
+
+    `python -P` leaves that out, and every Python one that no longer exists.
+    """
+    try:
+        first = not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd()
+    except OSError:
+        first = False
+    sys.path[:first] = [folder]
 
 
 def _parser(module: str) -> argparse.ArgumentParser:
@@ -133,5 +163,5 @@ def _parser(module: str) -> argparse.ArgumentParser:
         help=f"allow other addresses than loopback without {SECRET}",
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM …")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...")
     return parser

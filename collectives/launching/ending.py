@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -54,6 +55,10 @@ def end_with_world(connection: socket.socket, pmi: int, rank: int) -> None:
 
 
 def _await_end(connection: socket.socket, rank: int) -> None:
+    # While a thread waits in `recv`, Linux sends no signal, which is to end MPI_Finalize.
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    waiting.poll()
     try:
         line = connection.recv(1 << 10).decode()
     except OSError:

@@ -26,7 +26,7 @@ from collectives.launching.library import (
 from collectives.launching.torch_store import host_of, open_store
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE
 
-# The process that is a rank, and its launch; the processes that it starts inherit it.
+# The launch of this rank; the processes that it starts inherit it.
 _STARTED = "COLLECTIVES_STARTED"
 
 _session = ""
@@ -101,14 +101,17 @@ def start_through(
         del os.environ[name]
     _session = connection.session
     launch = find_torch_launch(os.environ) or f"rank {rank} of {size}"
-    os.environ[_STARTED] = f"{os.getpid()} {launch}"
+    os.environ[_STARTED] = str(launch)
     return mpi
 
 
 def _refuse_child(launch: object) -> None:
-    """LaunchError in a process that a rank has started, unless it has a launcher of its own."""
-    process, _, started = os.environ.get(_STARTED, "").partition(" ")
-    if not started or process == str(os.getpid()) or started_by_mpi(os.environ):
+    """LaunchError in a process that a rank has started, unless it has a launcher of its own.
+
+    Also in the rank's own process after `exec`, since MPI is not initialized there.
+    """
+    started = os.environ.get(_STARTED, "")
+    if not started or started_by_mpi(os.environ):
         return
     if launch is None or str(launch) == started:
         raise no_rank(started)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shutil
 import socket
 import sys
 import threading
@@ -439,6 +441,34 @@ def test_a_rank_whose_errors_nothing_reads_ends_with_the_others(tmp_path):
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ended = run_launcher(["sh", "-c", line], variables, timeout=30)
     assert ended.stdout == "", ended.stderr
+
+
+FAILING = """
+import os, time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 0:
+    time.sleep(2)
+    os._exit(3)
+print("process", os.getppid())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_process_1_of_its_container_ends_with_the_others(tmp_path):
+    """It waits in MPI_Finalize."""
+    container = "unshare --pid --fork --kill-child"
+    if shutil.which("unshare") is None or os.system(f"{container} true 2> /dev/null"):
+        pytest.skip("unshare can't make a namespace of processes here")
+    if is_open_mpi(find_mpirun()):
+        pytest.skip("only MPICH can start without mpirun")
+    (tmp_path / "program.py").write_text(FAILING)
+    command = f"{sys.executable} -m collectives.launch --timeout 30 {tmp_path}/program.py"
+    line = f"RANK=0 {command} & RANK=1 timeout -s KILL 30 {container} {command}; echo $?; wait"
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    variables["UCX_TLS"] = "tcp,self"  # UCX's shared memory needs one namespace
+    ended = run_launcher(["sh", "-c", line], variables, timeout=60)
+    assert ended.stdout.splitlines() == ["process 1", str(128 + 9)], ended.stderr
 
 
 def test_a_secret_may_be_any_bytes():

@@ -367,16 +367,39 @@ def test_a_rank_ends_though_nothing_reads_its_errors(monkeypatch):
     assert codes == [1]
 
 
+ENDED = """
+import os, socket, sys, time
+from collectives.launching import ending
+
+(end, far_end), (pmi, _) = socket.socketpair(), socket.socketpair()
+ending._kill_with_world(end)
+os._exit = lambda code: None  # as if the thread had no turn
+ending.end_with_world(end, pmi.fileno(), 1)
+time.sleep(0.3)  # the thread may wait by then
+far_end.send(b"rank=0 exitcode=3")
+time.sleep(20)
+sys.exit(5)
+"""
+
+
+def test_the_kernel_ends_a_rank_in_finalize_whatever_the_thread_does():
+    ended = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, timeout=60)
+    assert ended.returncode == -9, ended.stderr
+
+
 @pytest.mark.parametrize("launch", ["rank 1 of 2 at here:29500", "rank 0 of 2"])
 def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch, launch):
-    """Of torch's variables, and of the tasks of TF_CONFIG, which leave nothing else."""
+    """Of torch's variables, and of the tasks of TF_CONFIG, which leave nothing else.
+
+    Nor is the rank's own process after `exec`.
+    """
     if "here" in launch:
         for name, value in TORCHRUN.items():
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("COLLECTIVES_STARTED", f"{os.getppid()} {launch}")
+    monkeypatch.setenv("COLLECTIVES_STARTED", launch)
     monkeypatch.setattr(start, "is_initialized", lambda: False)
     monkeypatch.setattr(start, "started_by_mpi", lambda environment: False)
-    with pytest.raises(LaunchError, match=f"{launch} has started is no rank"):
+    with pytest.raises(LaunchError, match=f"{launch} has started, or become by exec, is no rank"):
         start.start_mpi()
 
 
