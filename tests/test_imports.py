@@ -117,7 +117,7 @@ STRATEGIES = {
         "collectives.messaging",
         "collectives.reductions",
     },
-    "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
+    "torch": {"core", "foreign", "input", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
     | {"collectives.compression", "collectives.consistency", "collectives.torch"},

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from types import FrameType
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from collectives import Communicator
 from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.core.values import Array, whole_number
+from strategies.input.distribution import THREAD_NAME
 
 log = logging.getLogger("strategies")
 
@@ -34,8 +36,10 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
     next epoch is stored, if the program sets epochs. The position is that of the iteration which
     began last: what a DataLoader has delivered, also of batches that its worker processes read
-    ahead. It is not known once such an iteration has been left early, nor with `in_order=False`;
-    then a warning is logged.
+    ahead. A warning is logged where it is not known: with worker processes once such an iteration
+    has been left early, with `in_order=False` and with a batch sampler of another class than
+    torch's; and before the end of an iteration that a thread of the strategy reads ahead
+    (`InputOptions.experimental_per_replica_buffer_size`).
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
             return last.taken
         batches = loader._index_sampler
         rows = 1 if batches is self else getattr(batches, "batch_size", len(self))
+        if not self._determines(batches):
+            return last.taken
         position = min(last.start + int(loader._num_yielded) * rows, last.taken)
         left_out = last.ended and getattr(batches, "drop_last", False)
         return last.taken if left_out and last.taken - position < rows else position
@@ -112,6 +118,10 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         if self._last is this:
             self._start = 0
 
+    def _determines(self, batches: Any) -> bool:
+        """Whether the number of such batches says how many samples they have."""
+        return batches is self or type(batches) is torch.utils.data.BatchSampler
+
     def _order(self) -> Any:
         if not self._shuffle:
             return torch.arange(len(self._dataset))
@@ -122,7 +132,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
         epoch, position, last = self.epoch, self.position, self._last
-        if last is not None and (reason := last.unknown(position)):
+        if last is not None and (reason := last.unknown(position, self._determines)):
             log.warning(
                 "sampler: the iteration of epoch %d %s, so that what its DataLoader has delivered"
                 " is not known: %d samples are saved as used",
@@ -154,14 +164,24 @@ class _Iteration:
         """`loader` delivers the samples, if worker processes of a DataLoader read them."""
         self.start = self.taken = start
         self.loader, self.ended = loader, False
+        self.ahead = threading.current_thread().name == THREAD_NAME
 
-    def unknown(self, position: int) -> str:
-        """Why it is not known which samples were delivered, of those up to the position; or ""."""
-        if self.loader is None or (self.ended and position >= self.taken):
+    def unknown(self, position: int, determines: Callable[[Any], bool]) -> str:
+        """Why it is not known which samples were delivered, of those up to the position; or "".
+
+        `determines`: whether such batches' number determines it.
+        """
+        if self.ended and position >= self.taken:
+            return ""
+        if self.ahead:
+            return "is read ahead"
+        if self.loader is None:
             return ""
         loader = self.loader()
         if loader is None:
             return "" if self.ended else "was left early"
+        if not determines(loader._index_sampler):
+            return f"has a batch sampler of class {type(loader._index_sampler).__name__}"
         return "" if getattr(loader, "_in_order", True) else "has a DataLoader with in_order=False"
 
 

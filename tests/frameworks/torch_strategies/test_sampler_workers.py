@@ -52,6 +52,33 @@ positions = [int(uneven.saved_tensors()["position"]) for _ in dropping]
 assert positions == [3 * size, 0], positions
 assert uneven.saved_tensors()["epoch"] == 1
 
+class Pairs:
+    batch_size = 5  # the most that it gives
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        yield from zip(*[iter(self.sampler)] * 2)
+
+    def __len__(self):
+        return len(self.sampler) // 2
+
+paired = strategy.sampler(range(20 * size), seed=3)
+pairs = torch.utils.data.DataLoader(range(20 * size), batch_sampler=Pairs(paired), num_workers=1)
+iterator = iter(pairs)
+next(iterator)
+assert paired.saved_tensors()["position"] >= 2 * size
+assert "has a batch sampler of class Pairs" in logged.pop()
+
+options = strategies.InputOptions(experimental_per_replica_buffer_size=2)
+ahead = strategy.sampler(range(20 * size), seed=3)
+plain = torch.utils.data.DataLoader(range(20 * size), 2, sampler=ahead)
+for _ in strategy.distribute_datasets_from_function(lambda context: plain, options):
+    ahead.saved_tensors()
+    assert "is read ahead" in logged.pop()
+    break
+
 # Batches may come in another order than they were asked for.
 unordered = torch.utils.data.DataLoader(
     range(10), 1, sampler=resumed, num_workers=1, in_order=False
