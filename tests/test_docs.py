@@ -14,6 +14,7 @@ blocks of the page start. Comments of HTML, which readers don't see, say more:
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -203,6 +204,11 @@ def test_hooks_of_strategies_that_are_named_are_there():
     names = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
     assert len(names) > 10
     assert {name for name in names if not hasattr(strategies.Strategy, name)} == set()
+    calls = {name: given for cell in cells for name, given in re.findall(r"`(\w+)\((.*?)\)`", cell)}
+    for name, given in calls.items():
+        of_page = re.findall(r"(\w+)(?:=\w+)?(?:, |$)", given)
+        _, *wanted = inspect.signature(getattr(strategies.Strategy, name)).parameters
+        assert of_page in (wanted, [each for each in wanted if each != "what"]), name
 
 
 @pytest.mark.parametrize("name", figures.PICTURES)

@@ -4,12 +4,14 @@
 least of many repetitions: a rank that has to wait for the other one polls.
 """
 
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import collectives
 import strategies
 from collectives.schedules.paths import STAGED
 from collectives.shm.online_tuning import PathTimes
@@ -144,6 +146,42 @@ def test_few_functions_lie_between_a_call_and_the_memory(comm, one_path):
         functions = [f"{Path(code.co_filename).name}:{code.co_name}" for code in table[name]]
         lines.append(f"{name}: {', '.join(functions)}")
     assert not beyond, "\n".join(lines)
+
+
+def documented(title):
+    """The table of the architecture page below that line: files and functions."""
+    page = Path(__file__).parents[1] / "docs" / "explanation" / "architecture.md"
+    text = page.read_text(encoding="utf-8")
+    table = text[text.index(f"\n{title}") :].split("\n\n")[1]
+    return re.findall(r"^\| `(\S+\.py)` \| `(\w+)`", table, re.MULTILINE)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_call_enters_the_functions_of_the_architecture_page(comm, one_path):
+    package, megabyte = Path(collectives.__file__).parent, 1 << 17
+    titles = "The first time, with 1 MiB:", "Again, with 1 MiB:", "Again, with 8 bytes"
+    with comm.split(0) as own:
+        for title, length in zip(titles, (megabyte, megabyte, 1), strict=True):
+            array, entered = np.full(length, 1.0 + own.rank), []
+            if title.startswith("Again"):
+                for _ in range(WARM):
+                    own.all_reduce(array)
+
+            def note(frame, event, argument):
+                file = Path(frame.f_code.co_filename)
+                if event == "call" and file.is_relative_to(package):
+                    entered.append((str(file.relative_to(package)), frame.f_code.co_name))  # noqa: B023
+
+            sys.setprofile(note)
+            try:
+                own.all_reduce(array)
+            finally:
+                sys.setprofile(None)
+            rest, expected = iter(entered), documented(title)
+            assert len(expected) >= 2
+            missing = [each for each in expected if each not in rest]
+            assert not missing, (title, missing, entered)
 
 
 @pytest.mark.mpi

@@ -97,7 +97,10 @@ class _State:
             wanted = np.where((origin == code)[..., None], prefix[:, None], wanted)
         wrong = (origin != ANYTHING) & ((self.held != wanted).any(axis=-1) | ~self.filled)
         ranks, wrong_chunks = np.nonzero(wrong)
-        problem = f"the condition of {self.spec.name} does not hold"
+        problem = (
+            f"the condition of {self.spec.name} does not hold at the end; the buffer has {chunks}"
+            f" chunk{'s' * (chunks > 1)}"
+        )
         self.refuse(np.ones(len(ranks), dtype=bool), problem, rounds, ranks, wrong_chunks)
         folded = np.broadcast_to(origin == EVERY, (size, chunks))
         first = self.order[folded.argmax(axis=0), np.arange(chunks)]

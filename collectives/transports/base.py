@@ -22,11 +22,13 @@ Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]
 Messages: TypeAlias = Sequence[tuple[int, Any]]
 
-# A native collective: (source, target, lengths in elements of each rank's part, root), on flat,
-# contiguous buffers of equal dtype. Source is None if the rank's part is in the target. The source
-# of all_gather and gather and the target of reduce_scatter and scatter are that part alone. Ranks
-# other than the root give the source of a gather as the target too, and a scatter has none there.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
+"""A native collective: (source, target, lengths in elements of each rank's part, root).
+
+They are flat, contiguous buffers of equal dtype. Source is None if the rank's part is in the
+target. The source of all_gather and gather and the target of reduce_scatter and scatter are that
+part alone. A rank that isn't the root gives a gather its source as the target too, a scatter none.
+"""
 
 Actions: TypeAlias = Iterator[Callable[[], Any]]
 """What else there is to do. An action that is taken runs once."""
@@ -256,8 +258,8 @@ class Transport(PointToPoint):
     def share(self, nbytes: int) -> list[memoryview] | None:
         """Shared memory: one segment of `nbytes` bytes for each rank, in rank order.
 
-        Collective, between ranks of one node. None if the transport has no shared memory, or not
-        enough. Nothing may be stored to memory that is not reserved.
+        Collective, of one node's ranks, which `split` has joined; None if there is no room. The
+        content is undefined, and nothing may be stored to memory that is not reserved.
         """
         return None
 
