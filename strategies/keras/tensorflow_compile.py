@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import cache, wraps
 from typing import Any
 
+import keras
 import tensorflow as tf
-from keras.src.trainers.trainer import Trainer
 
 from strategies.keras.models import permit_training, prepare
 from strategies.keras.tensorflow_predictions import training_of
@@ -19,10 +19,11 @@ from strategies.keras.tensorflow_predictions import training_of
 def install() -> None:
     """Wrap Keras's method, once.
 
-    That of the class which defines it: Keras does not compile a model that it loads if the method
-    is another one.
+    That of the class which defines it, whose name differs between versions: Keras does not compile
+    a model that it loads if the method is another one.
     """
-    plain = Trainer.compile
+    trainer: Any = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
+    plain = trainer.compile
 
     @wraps(plain)
     def compile(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,4 +40,4 @@ def install() -> None:
             prepare(model, training)
             permit_training(model, training)
 
-    Trainer.compile = compile
+    trainer.compile = compile
