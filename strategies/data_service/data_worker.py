@@ -100,8 +100,10 @@ class DatasetWorker:
         # As a waiting call, too: of ranks that never come.
         what = "DatasetWorker, whose arguments must be alike"
         refuse_differences(ranks, what, f"agreed={agreed}")
-        seed = draw_seed(by_torch="torch" in sys.modules)
-        self._seed, self._digest = ranks.all_gather_object(seed)[0], ""
+        self._seed, self._digest = 0, ""
+        if membership is None and ranks.size > 1:
+            seed = draw_seed(by_torch="torch" in sys.modules)
+            self._seed = ranks.all_gather_object(seed)[0]
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 from collectives.errors import summary_of
 from strategies.checkpoint import tensor_file
+
+log = logging.getLogger("strategies")
 
 END_MARKER = "training_ended.json"
 
@@ -30,21 +33,26 @@ def training_ends(
 
     run: the name of this run, if the evaluator waits for one. writes: whether this rank writes the
     marker; one rank should. It removes the marker of an earlier run first. Raises OSError where
-    the directory can't be written.
+    the directory can't be written; after a failure of the block, its error, and logs the OSError.
     """
     marker = Path(directory, END_MARKER)
     if writes:
         marker.unlink(missing_ok=True)
-    failure: str | None = None
-    try:
-        yield
-    except BaseException as error:
-        failure = summary_of(error)
-        raise
-    finally:
+
+    def write(failure: str | None) -> None:
         if writes:
             content = {"run": run, "ended": time.time(), "failure": failure}
             tensor_file.write(str(marker), json.dumps(content).encode())
+
+    try:
+        yield
+    except BaseException as error:
+        try:
+            write(summary_of(error))
+        except OSError as problem:
+            log.warning("the end of training is not marked for evaluators: %s", problem)
+        raise
+    write(None)
 
 
 class EndOfTraining:

@@ -289,6 +289,18 @@ def test_without_a_name_the_time_decides_about_an_end_before_the_first_poll(tmp_
     assert not training_has_ended(tmp_path)
 
 
+def test_a_failure_is_raised_though_it_cannot_be_marked(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("strategies.checkpoint.tensor_file.write", full)
+    with pytest.raises(ValueError, match="diverged"), training_ends(tmp_path):
+        raise ValueError("diverged")
+    assert "not marked for evaluators: no space" in caplog.text
+    with pytest.raises(OSError, match="no space"), training_ends(tmp_path):
+        assert not list(tmp_path.iterdir())
+
+
 def test_the_clock_of_the_training_host_may_be_late(tmp_path):
     end(tmp_path, ended=100.0)
     watch = EndOfTraining(tmp_path, None)
