@@ -26,8 +26,11 @@ from collectives.launching.start import load_mpich, start_mpi, start_through
 from collectives.waiting.command_line import parse_seconds
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE
 
-# From `docker stop` and the like. Ctrl-C in a terminal reaches the child by itself.
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# From `docker stop` and the like.
+_PASSED_ON = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 def main(
@@ -51,8 +54,6 @@ def main(
         if started_by_mpi(environment):
             mpi = start_mpi()
         else:
-            if os.getpid() == 1:
-                _become_child()
             mpi = _start(find_tasks(environment), environment.get(SECRET, ""), options)
     except (CollectiveError, ValueError, TypeError) as error:
         return f"python -m {module}: {error}"
@@ -79,6 +80,8 @@ def _become_child() -> None:
         return
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: os.kill(child, number))
+    if sys.stdin.isatty():  # Ctrl-C reaches the child by itself
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = 0
     while ended != child:  # orphans, too
         ended, status = os.wait()
@@ -90,6 +93,8 @@ def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:
     """The `mpi4py.MPI` module, initialized as the task's rank."""
     if tasks.size == 1:
         return load()
+    if os.getpid() == 1:
+        _become_child()
     load_mpich(tasks.size)
     seconds, insecure = options.timeout, options.insecure
     if tasks.rank == 0:

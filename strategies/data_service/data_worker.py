@@ -102,7 +102,7 @@ class DatasetWorker:
         refuse_differences(ranks, what, f"agreed={agreed}")
         self._seed, self._digest = 0, ""
         if membership is None and ranks.size > 1:
-            seed = draw_seed(by_torch="torch" in sys.modules)
+            seed = draw_seed(by_torch=sys.modules.get("torch") is not None)
             self._seed = ranks.all_gather_object(seed)[0]
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None

@@ -128,13 +128,24 @@ class _End(NamedTuple):
     error: BaseException | None
 
 
+class ReaderThread(threading.Thread):
+    """What reads batches ahead."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        super().__init__(target=target, name=THREAD_NAME, daemon=True)
+        self.stopped = threading.Event()
+        """Set where the iteration was left; the thread ends after the batch that it is reading."""
+        self.delivered = False
+        """Whether the program has got all of its batches."""
+
+
 class ReadAhead:
     """Iterations over one dataset, up to `depth` batches of which a thread reads in advance."""
 
     def __init__(self, depth: int, order: RandomOrder | None = None) -> None:
         """`depth` 0: no thread. `order` has the random numbers of the dataset's order."""
         self._depth, self._order = depth, order
-        self._last: tuple[threading.Thread, threading.Event] | None = None
+        self._threads: list[ReaderThread] = []
 
     def read(self, batches: Batches) -> Batches:
         """The same batches.
@@ -147,14 +158,16 @@ class ReadAhead:
         if self._depth == 0:
             yield from batches
             return
-        if self._last is not None and self._last[1].is_set():
-            # A dataset need not allow two iterations at a time.
-            self._last[0].join()
+        # A dataset need not allow two iterations at a time.
+        for thread in self._threads:
+            if thread.stopped.is_set():
+                thread.join()
         reader = _Reader(batches, self._depth, self._order)
-        self._last = reader.thread, reader.stopped
+        self._threads = [*filter(ReaderThread.is_alive, self._threads), reader.thread]
         try:
             while not isinstance(batch := reader.next_batch(), _End):
                 yield batch
+            reader.thread.delivered = True
             if batch.error is not None:
                 raise batch.error
         finally:
@@ -164,12 +177,10 @@ class ReadAhead:
 class _Reader:
     def __init__(self, batches: Batches, depth: int, order: RandomOrder | None) -> None:
         self._ready: SimpleQueue[Any] = SimpleQueue()
-        self._free_slots, self.stopped = threading.Semaphore(depth), threading.Event()
+        self._free_slots = threading.Semaphore(depth)
         self._order, self._restores = order, False
         self._state = self._now()
-        self.thread = threading.Thread(
-            target=self._read, args=(batches,), name=THREAD_NAME, daemon=True
-        )
+        self.thread = ReaderThread(partial(self._read, batches))
         self.thread.start()
 
     def _now(self) -> Any:
@@ -183,7 +194,7 @@ class _Reader:
 
     def stop(self) -> None:
         """End the thread after the batch that it is reading."""
-        self.stopped.set()
+        self.thread.stopped.set()
         self._free_slots.release()
         # The thread may still draw, and has drawn for batches that nobody takes.
         if self.thread is threading.current_thread():  # within the garbage collector
@@ -204,7 +215,7 @@ class _Reader:
                 for batch in batches:
                     self._ready.put((batch, self._now()))
                     self._free_slots.acquire()
-                    if self.stopped.is_set():
+                    if self.thread.stopped.is_set():
                         return
         except BaseException as raised:  # SystemExit too: the consumer waits for an answer
             error = raised

@@ -90,13 +90,14 @@ class Replicas:
         """As `TPUStrategy.replicate`."""
         self._strategy.barrier(f"TPUStrategy.replicate of {jax.tree.structure(value)}")
 
-        def of(array: Any) -> jax.Array:
-            chiefs = self._strategy.mirror(array, "TPUStrategy.replicate")
+        def of(leaf: Any) -> jax.Array:
+            chiefs = self._strategy.mirror(np.array(leaf), "TPUStrategy.replicate")
             return self._mesh.place(chiefs, self._mesh.replicated)
 
         with PropagatedErrors(self._strategy.communicator, "TPUStrategy.replicate"):
-            arrays = jax.tree.map(np.array, value)
-        return jax.tree.map(of, arrays)
+            for leaf in jax.tree.leaves(value):
+                jnp.asarray(leaf)  # raises what it raises before the others wait
+        return jax.tree.map(of, value)
 
     def stack(self, rows: np.ndarray[Any, Any]) -> PerReplicaArray:
         """An array of shape (replicas of this process, …) as its replicas' values. Collective."""

@@ -56,15 +56,15 @@ class Replication:
         self.deadline = self._collectives.deadline
         """(options): a context with the call's own deadline, if it has one."""
         own = type(self).all_reduce_arrays is not Replication.all_reduce_arrays
+        if own and options.compression is not None:
+            raise ValueError(f"{type(self).__name__}.all_reduce_arrays would not be compressed")
         self.reduces_plainly = options.leave_it_to_collectives and not own
         """Whether `collectives` alone decides how arrays are reduced, which may be in place."""
         self.compresses = options.compression is not None
         self.trains_alone = communicator.size == 1
         """Whether no other rank trains with this one."""
-        self.variable_numbers = count()
-        """The numbers of new variables: the order of creation, equal on all ranks."""
-        self.derivative_numbers = count()
-        """The numbers of differentiated functions: the order of creation, equal on all ranks."""
+        self.variable_numbers, self.derivative_numbers = count(), count()
+        """Of new variables and of differentiated functions: the order of creation, on all ranks."""
         self._series_numbers = count()
 
     @property
@@ -100,10 +100,9 @@ class Replication:
     ) -> list[Any]:
         """Fold arrays of any kinds over the replicas, each with its peers.
 
-        Every reduction is made by this method in a strategy that overrides it. Cross-device ops
-        reduce the arrays as a batch; a single one alone where `batch` is false. `out` holds arrays
-        of the results' shapes and dtypes, in which they may be stored. Raises a MismatchError on
-        every rank where the arrays differ.
+        An override makes every reduction. Cross-device ops reduce a batch, or a single array alone
+        where `batch` is false. `out`: arrays of the results' shapes and dtypes, in which they may
+        be stored. Raises a MismatchError on every rank where the arrays differ.
         """
         plain = self.reduces_plainly and options is None
         if plain and (len(arrays) == 1 or ON_HOSTS.issuperset(map(type, arrays))):

@@ -17,7 +17,7 @@ import torch
 from collectives import Communicator
 from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.core.values import Array, whole_number
-from strategies.input.distribution import THREAD_NAME
+from strategies.input.distribution import ReaderThread
 
 log = logging.getLogger("strategies")
 
@@ -96,9 +96,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         if loader is None:
             return last.taken
         batches = loader._index_sampler
-        rows = 1 if batches is self else getattr(batches, "batch_size", len(self))
         if not self._determines(batches):
             return last.taken
+        rows = 1 if batches is self else batches.batch_size
         position = min(last.start + int(loader._num_yielded) * rows, last.taken)
         left_out = last.ended and getattr(batches, "drop_last", False)
         return last.taken if left_out and last.taken - position < rows else position
@@ -120,7 +120,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
 
     def _determines(self, batches: Any) -> bool:
         """Whether the number of such batches says how many samples they have."""
-        return batches is self or type(batches) is torch.utils.data.BatchSampler
+        own = torch.utils.data.BatchSampler
+        return batches is self or getattr(type(batches), "__iter__", None) is own.__iter__
 
     def _order(self) -> Any:
         if not self._shuffle:
@@ -164,17 +165,18 @@ class _Iteration:
         """`loader` delivers the samples, if worker processes of a DataLoader read them."""
         self.start = self.taken = start
         self.loader, self.ended = loader, False
-        self.ahead = threading.current_thread().name == THREAD_NAME
+        thread = threading.current_thread()
+        self.reader = thread if isinstance(thread, ReaderThread) else None
 
     def unknown(self, position: int, determines: Callable[[Any], bool]) -> str:
         """Why it is not known which samples were delivered, of those up to the position; or "".
 
         `determines`: whether such batches' number determines it.
         """
+        if self.reader is not None and not self.reader.delivered:
+            return "is read ahead"
         if self.ended and position >= self.taken:
             return ""
-        if self.ahead:
-            return "is read ahead"
         if self.loader is None:
             return ""
         loader = self.loader()

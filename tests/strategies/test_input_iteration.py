@@ -436,6 +436,19 @@ def test_the_next_iteration_begins_when_the_thread_of_one_that_was_left_has_ende
     assert list(ahead.read(following())) == [2]
     timer.join()
     assert order == ["reading", "left", "following"]
+    # Nor is one that was left beside another, which has ended.
+    left.clear()
+    order.clear()
+    older, newer = ahead.read(slow()), ahead.read(following())
+    assert next(older) == 0
+    until(lambda: order)
+    assert list(newer) == [2]
+    older.close()
+    timer = threading.Timer(0.1, lambda: (order.append("left"), left.set()))
+    timer.start()
+    assert list(ahead.read(following())) == [2]
+    timer.join()
+    assert order == ["reading", "following", "left", "following"]
     # One that is suspended is not waited for.
     suspended = ahead.read(each for each in [3, 4, 5])
     assert next(suspended) == 3

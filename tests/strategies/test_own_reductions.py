@@ -228,6 +228,8 @@ def test_every_reduction_is_by_a_strategys_own_method(comm, bytes_per_pack):
         count.assign(6.0 + comm.rank)
         return get_replica_context().all_reduce("sum", 7.0 + comm.rank)
 
+    compressed = CommunicationOptions(compression="float16")
+    refusal(ValueError, "would not be compressed", Clipped, comm, communication_options=compressed)
     # Steps that recur are made in fewer calls.
     for number in range(5):
         assert strategy.run(step) == comm.size

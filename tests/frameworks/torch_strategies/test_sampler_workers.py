@@ -77,7 +77,8 @@ plain = torch.utils.data.DataLoader(range(20 * size), 2, sampler=ahead)
 for _ in strategy.distribute_datasets_from_function(lambda context: plain, options):
     ahead.saved_tensors()
     assert "is read ahead" in logged.pop()
-    break
+assert ahead.saved_tensors()["position"] == 0
+assert not logged, logged
 
 # Batches may come in another order than they were asked for.
 unordered = torch.utils.data.DataLoader(
