@@ -80,7 +80,7 @@ def _become_child() -> None:
         return
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: os.kill(child, number))
-    if sys.stdin.isatty():  # Ctrl-C reaches the child by itself
+    if os.isatty(0):  # Ctrl-C reaches the child by itself
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = 0
     while ended != child:  # orphans, too
