@@ -9,7 +9,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,18 +75,35 @@ def _become_child() -> None:
 
     The kernel does not kill process 1 of a container, as it must where another rank has ended.
     """
+
+    def pass_on(number: int, frame: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     child = os.fork()
     if child == 0:
+        _lead_group()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return
     for number in _PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    if os.isatty(0):  # Ctrl-C reaches the child by itself
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     ended = 0
     while ended != child:  # orphans, too
         ended, status = os.wait()
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _lead_group() -> None:
+    """Be the process group that a terminal signals, so that no signal arrives twice."""
+    os.setpgid(0, 0)
+    if os.isatty(0):
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        with suppress(OSError):  # a terminal that doesn't control this session
+            os.tcsetpgrp(0, os.getpgrp())
+        signal.signal(signal.SIGTTOU, before)
 
 
 def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:

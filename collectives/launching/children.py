@@ -61,8 +61,8 @@ def refuse_forked() -> None:
 def no_rank(parent: str) -> LaunchError:
     """The error of a process that this parent has started."""
     return LaunchError(
-        f"a process that {parent} has started, or become by exec, is no rank. To let it run as a"
-        " world of one,"
+        f"a process that {parent} has started, or that replaced it by exec, is no rank. To let it"
+        " run as a world of one,"
         f" set {ALLOW_SINGLETON}=1"
     )
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from collectives import Communicator
@@ -57,9 +58,9 @@ class DatasetWorker:
 
     Without a data task no rank serves: each of the W training ranks iterates the dataset by itself
     and takes every W-th batch of it, so that a program on one rank simply iterates it. Shuffles
-    of strategies.input and of a DataLoader have one seed on all ranks then, drawn by torch where it
-    is imported; other shuffles must have an equal one. Where `agreed`, a warning is logged if the
-    ranks' first batches differ.
+    of strategies.input and of a DataLoader without a generator have one seed on all ranks then,
+    drawn by torch where it is imported; other shuffles must have an equal one. Where `agreed`, a
+    warning is logged if the ranks' first batches differ.
     """
 
     def __init__(
@@ -92,18 +93,18 @@ class DatasetWorker:
         if membership is not None and not membership.ranks_of("data"):
             membership = None
         ranks = membership.world if membership else strategy.communicator
+        divided = membership is None and ranks.size > 1
         with PropagatedErrors(ranks, "DatasetWorker"):
             if not callable(make_dataset):
                 kind = type(make_dataset).__name__
                 raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
             credits = whole_number("credits", credits, 1)
+            seed = draw_seed(by_torch=sys.modules.get("torch") is not None) if divided else 0
         # As a waiting call, too: of ranks that never come.
         what = "DatasetWorker, whose arguments must be alike"
         refuse_differences(ranks, what, f"agreed={agreed}")
-        self._seed, self._digest = 0, ""
-        if membership is None and ranks.size > 1:
-            seed = draw_seed(by_torch=sys.modules.get("torch") is not None)
-            self._seed = ranks.all_gather_object(seed)[0]
+        self._seed = ranks.all_gather_object(seed)[0] if divided else 0
+        self._digest = ""
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
@@ -216,7 +217,8 @@ class DatasetWorker:
             place = context.input_pipeline_id, context.num_input_pipelines
         for number, batch in enumerate(iterate(self._dataset())):
             if number == 0 and self._agreed and place[1] > 1:
-                self._digest = digest_of(batch)
+                with suppress(TypeError):  # arrays on GPUs are not compared
+                    self._digest = digest_of(batch)
             if number % place[1] == place[0]:
                 yield batch
 

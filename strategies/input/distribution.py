@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -199,7 +200,7 @@ class _Reader:
         # The thread may still draw, and has drawn for batches that nobody takes.
         if self.thread is threading.current_thread():  # within the garbage collector
             self._restores = True
-        elif self._state is not None:
+        elif self._state is not None and not sys.is_finalizing():
             self.thread.join()
             self._restore()
 

@@ -96,7 +96,7 @@ class Replicas:
 
         with PropagatedErrors(self._strategy.communicator, "TPUStrategy.replicate"):
             for leaf in jax.tree.leaves(value):
-                jnp.asarray(leaf)  # raises what it raises before the others wait
+                np.asarray(jnp.asarray(leaf))  # raises what it raises before the others wait
         return jax.tree.map(of, value)
 
     def stack(self, rows: np.ndarray[Any, Any]) -> PerReplicaArray:

@@ -64,7 +64,7 @@ class Replication:
         self.trains_alone = communicator.size == 1
         """Whether no other rank trains with this one."""
         self.variable_numbers, self.derivative_numbers = count(), count()
-        """Of new variables and of differentiated functions: the order of creation, on all ranks."""
+        """Numbers of variables and differentiated functions, by creation: equal on all ranks."""
         self._series_numbers = count()
 
     @property

@@ -464,7 +464,8 @@ def test_a_rank_that_is_process_1_of_its_container_ends_with_the_others(tmp_path
         pytest.skip("only MPICH can start without mpirun")
     (tmp_path / "program.py").write_text(FAILING)
     command = f"{sys.executable} -m collectives.launch --timeout 30 {tmp_path}/program.py"
-    line = f"RANK=0 {command} & RANK=1 timeout -s KILL 30 {container} {command}; echo $?; wait"
+    status = f"{container} {command}; echo $?"
+    line = f"RANK=0 {command} & RANK=1 timeout -s KILL 30 sh -c '{status}'; wait"
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     variables["UCX_TLS"] = "tcp,self"  # UCX's shared memory needs one namespace
     ended = run_launcher(["sh", "-c", line], variables, timeout=60)
