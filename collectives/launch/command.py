@@ -77,7 +77,7 @@ def _become_child() -> None:
     """
 
     def pass_on(number: int, frame: object) -> None:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it has just ended
             os.kill(child, number)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)

@@ -62,8 +62,7 @@ def no_rank(parent: str) -> LaunchError:
     """The error of a process that this parent has started."""
     return LaunchError(
         f"a process that {parent} has started, or that replaced it by exec, is no rank. To let it"
-        " run as a world of one,"
-        f" set {ALLOW_SINGLETON}=1"
+        f" run as a world of one, set {ALLOW_SINGLETON}=1"
     )
 
 

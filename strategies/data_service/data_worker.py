@@ -103,7 +103,7 @@ class DatasetWorker:
         # As a waiting call, too: of ranks that never come.
         what = "DatasetWorker, whose arguments must be alike"
         refuse_differences(ranks, what, f"agreed={agreed}")
-        self._seed = ranks.all_gather_object(seed)[0] if divided else 0
+        self._seed = ranks.all_gather_object(seed)[0] if divided else None
         self._digest = ""
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
@@ -178,8 +178,7 @@ class DatasetWorker:
             context = InputContext(max(1, len(self._servers)), pipeline, self._in_sync)
             made = self._make(context)
             check_iterable(made)
-            divided = not self._servers and self._ranks.size > 1
-            self._made = InOneOrder(made, self._seed) if divided else made
+            self._made = made if self._seed is None else InOneOrder(made, self._seed)
         return self._made
 
     def __iter__(self) -> Iterator[Any]:

@@ -190,8 +190,8 @@ def _kind_of(array: Any) -> str:
 
 
 def _data_of(leaf: Any) -> Any:
-    """The array that is saved of a leaf."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else jax.numpy.asarray(leaf)
+    """What is saved of a leaf."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _is_key(leaf: Any) -> bool:
@@ -201,7 +201,7 @@ def _is_key(leaf: Any) -> bool:
 
 def _array_of(name: str, leaf: Any) -> Array:
     """In the dtype that JAX gives the leaf, which may be one of Python's numbers."""
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    array = np.asarray(_data_of(leaf))
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype == array.dtype:
         return array

@@ -7,7 +7,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from types import FrameType
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         if loader is None:
             return last.taken
         batches = loader._index_sampler
-        if not self._determines(batches):
+        if not _are_of_torch(batches):
             return last.taken
         rows = 1 if batches is self else batches.batch_size
         position = min(last.start + int(loader._num_yielded) * rows, last.taken)
@@ -118,11 +118,6 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         if self._last is this:
             self._start = 0
 
-    def _determines(self, batches: Any) -> bool:
-        """Whether the number of such batches says how many samples they have."""
-        own = torch.utils.data.BatchSampler
-        return batches is self or getattr(type(batches), "__iter__", None) is own.__iter__
-
     def _order(self) -> Any:
         if not self._shuffle:
             return torch.arange(len(self._dataset))
@@ -133,7 +128,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
         epoch, position, last = self.epoch, self.position, self._last
-        if last is not None and (reason := last.unknown(position, self._determines)):
+        if last is not None and (reason := last.unknown(position)):
             log.warning(
                 "sampler: the iteration of epoch %d %s, so that what its DataLoader has delivered"
                 " is not known: %d samples are saved as used",
@@ -168,11 +163,8 @@ class _Iteration:
         thread = threading.current_thread()
         self.reader = thread if isinstance(thread, ReaderThread) else None
 
-    def unknown(self, position: int, determines: Callable[[Any], bool]) -> str:
-        """Why it is not known which samples were delivered, of those up to the position; or "".
-
-        `determines`: whether such batches' number determines it.
-        """
+    def unknown(self, position: int) -> str:
+        """Why it is not known which samples were delivered, of those up to the position; or ""."""
         if self.reader is not None and not self.reader.delivered:
             return "is read ahead"
         if self.ended and position >= self.taken:
@@ -182,9 +174,16 @@ class _Iteration:
         loader = self.loader()
         if loader is None:
             return "" if self.ended else "was left early"
-        if not determines(loader._index_sampler):
+        if not _are_of_torch(loader._index_sampler):
             return f"has a batch sampler of class {type(loader._index_sampler).__name__}"
         return "" if getattr(loader, "_in_order", True) else "has a DataLoader with in_order=False"
+
+
+def _are_of_torch(batches: Any) -> bool:
+    """Whether the number of a DataLoader's batches says how many samples they have."""
+    own = torch.utils.data.BatchSampler
+    single = isinstance(batches, ReplicaSampler)
+    return single or getattr(type(batches), "__iter__", None) is own.__iter__
 
 
 def _loader_above(frame: FrameType | None) -> weakref.ref[Any] | None:

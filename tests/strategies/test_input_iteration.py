@@ -379,17 +379,21 @@ def test_reading_ahead_is_limited_to_the_depth(depth):
     assert read[-1] == "closed"
 
 
+class Numbers:
+    """Random numbers that note each restored state, and what `seen` gives then."""
+
+    def __init__(self, seen):
+        self.drawn, self.restored, self._seen = 0, [], seen
+
+    def state(self):
+        return self.drawn
+
+    def restore(self, state):
+        self.restored.append((state, self._seen()))
+
+
 def test_random_numbers_go_on_from_the_last_batch_that_was_given_out():
     """The thread has ended by then, whatever it was reading."""
-
-    class Numbers:
-        drawn, restored = 0, []
-
-        def state(self):
-            return self.drawn
-
-        def restore(self, state):
-            self.restored.append((state, len(readers())))
 
     def source():
         for _ in range(3):
@@ -400,7 +404,8 @@ def test_random_numbers_go_on_from_the_last_batch_that_was_given_out():
         numbers.drawn += 1
         yield numbers.drawn
 
-    numbers, reading, left = Numbers(), threading.Event(), threading.Event()
+    numbers = Numbers(lambda: len(readers()))
+    reading, left = threading.Event(), threading.Event()
     ahead = ReadAhead(5, numbers).read(source())
     assert [next(ahead), next(ahead)] == [1, 2]
     assert reading.wait(20)
@@ -459,15 +464,6 @@ def test_the_next_iteration_begins_when_the_thread_of_one_that_was_left_has_ende
 def test_an_iterator_that_the_reader_itself_frees():
     """The garbage collector may run there: numbers are restored at the thread's end."""
 
-    class Numbers:
-        drawn, restored = 0, []
-
-        def state(self):
-            return self.drawn
-
-        def restore(self, state):
-            self.restored.append((state, threading.current_thread().name))
-
     def source():
         numbers.drawn += 1
         yield 1
@@ -476,7 +472,7 @@ def test_an_iterator_that_the_reader_itself_frees():
         holder.pop().close()
         yield 2
 
-    numbers, taken = Numbers(), threading.Event()
+    numbers, taken = Numbers(lambda: threading.current_thread().name), threading.Event()
     holder = [ReadAhead(1, numbers).read(source())]
     assert next(holder[0]) == 1
     taken.set()
