@@ -383,5 +383,8 @@ def test_between_processes(comm):
             reducer = CompressedReducer(group, compression)
             for _ in range(3):
                 result = reducer.all_reduce_many(gradients(comm.rank))
-            np.testing.assert_allclose(result[2], means(3)[2], atol=0.02)
+            for each, due in zip(result, means(3), strict=True):
+                # The others approximate arrays, and return the errors in later calls.
+                if compression in ("float16", "bfloat16") or each.ndim == 0:
+                    np.testing.assert_allclose(each, due, atol=0.02)
             check_same_on_all(comm.all_gather_object(result))
