@@ -59,20 +59,33 @@ def start_distributed() -> Absent:
 
 
 def call_of(name: str, reduce: Reduce, nbytes: int, world: Any) -> Callable[[], Any]:
-    """A call of the compiled reduction, whose argument is the donated result of the last one."""
-    own = np.zeros(nbytes // 4, np.float32)
-    if name == "psum":
-        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ranks"))
-        shape = (world.size * len(own),)
-        array = jax.make_array_from_single_device_arrays(
-            shape, sharding, [jax.device_put(own, jax.local_devices()[0])]
-        )
-    else:
-        array = jax.device_put(own, jax.local_devices()[0])
+    """A call of the compiled reduction, whose argument is the donated result of the last one.
+
+    The sum of arrays that differ by rank is checked first.
+    """
     compiled = jax.jit(reduce, donate_argnums=0)
-    arrays: Iterator[Any] = _results(compiled, array)
+
+    def argument(value: float) -> Any:
+        own = np.full(nbytes // 4, value, np.float32)
+        return (
+            _global(own, world) if name == "psum" else jax.device_put(own, jax.local_devices()[0])
+        )
+
+    total = world.size * (world.size + 1) // 2
+    for shard in compiled(argument(world.rank + 1)).addressable_shards:
+        np.testing.assert_array_equal(shard.data, total, err_msg=f"{name}, {nbytes} bytes")
+    # Zeros, which no number of calls in a row makes infinite.
+    arrays: Iterator[Any] = _results(compiled, argument(0))
     return lambda: next(arrays)
+
+
+def _global(own: Any, world: Any) -> Any:
+    """The array of all ranks, sharded over them."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ranks"))
+    return jax.make_array_from_single_device_arrays(
+        (world.size * len(own),), sharding, [jax.device_put(own, jax.local_devices()[0])]
+    )
 
 
 def _results(compiled: Callable[[Any], Any], array: Any) -> Iterator[Any]:
