@@ -31,6 +31,7 @@ from collectives.launching.launcher import (
     check_launch,
     find_launcher,
 )
+from collectives.launching.library import is_initialized, load
 from collectives.launching.start import start_mpi
 from collectives.waiting.command_line import parse_seconds
 from collectives.waiting.last_resort import abort
@@ -69,7 +70,8 @@ def main(limit: float = _LIMIT, *, links: bool = False) -> int:
     launcher = find_launcher(os.environ)
     # A number beyond the last one is a mistake that no other process reports.
     beyond = bool(launcher.variable) and launcher.rank >= launcher.size
-    report = Report(prints=launcher.rank == 0 or beyond)
+    first = load().COMM_WORLD.rank == 0 if is_initialized() else launcher.rank == 0
+    report = Report(prints=first or beyond)
     report_python(report)
     findings = report_gpu(report)
     report_extras(report)

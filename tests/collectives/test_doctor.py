@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from collectives.doctor.checks import NEEDS_PEERS, TRIALS
 from collectives.doctor.machine import RankFacts, report_ranks, report_shared_memory
 from collectives.doctor.report import Report, ranges
 from collectives.transports.local import run
+from tests.collectives.test_launch import free_port
 from tests.slow import slow
 from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
 from tests.worlds.programs import ROOT
@@ -70,6 +72,23 @@ def test_under_mpirun_one_rank_reports_on_all(size, launch):
     assert found["ranks"] == [str(size)]
     assert f": ranks 0-{size - 1} on " in found["node 0"][0]
     assert ended.stdout.count("\nCollectives\n") == 1
+
+
+def test_of_tasks_without_mpirun_one_reports_on_all(tmp_path):
+    if is_open_mpi(find_mpirun()):
+        pytest.skip("without mpirun only MPICH can start ranks")
+    cluster = {"worker": [f"127.0.0.1:{free_port()}"] * 2}
+    command = [sys.executable, "-m", "strategies.launch", "-m", "collectives", "doctor"]
+
+    def task(index):
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        return run_alone([*command, "--limit", "50"], tmp_path, TF_CONFIG=config)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(task, range(2))
+    assert first.returncode == other.returncode == 0, first.stderr + other.stderr
+    assert rows(first.stdout)["ranks"] == ["2"]
+    assert other.stdout == ""
 
 
 BREAK = """
