@@ -23,17 +23,18 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     """A group of ranks, and the collective operations between them.
 
     Every method except `send`, `recv`, `isend`, `irecv`, `explain`, `persistent_all_reduce_many`
-    and the properties is collective: all ranks of the group call it, in the same order. Arrays may
-    be NumPy arrays, torch tensors, JAX arrays or any object with DLPack, the buffer protocol or
-    `__cuda_array_interface__`, on the CPU or an NVIDIA GPU, with any strides. Results are of the
-    same kind and own their memory; on a GPU they are ordered after the work on the caller's stream.
+    and the properties is collective: all ranks of the group call it, in the same order. Arrays are
+    NumPy arrays, torch tensors, JAX arrays, objects with DLPack, the buffer protocol or
+    `__cuda_array_interface__`, or numbers and lists of numbers, which become NumPy arrays. They lie
+    on the CPU or on the current NVIDIA GPU, with any strides. Results are of the same kind and own
+    their memory; on a GPU they are ordered after the work on the caller's stream.
     The semantics are those of MPI 4.1, chapter 6, unless stated otherwise.
 
     Common errors: ValueError and TypeError for arguments that one rank can check by itself, raised
     before any message is sent, such as a torch tensor that requires grad (no call is
     differentiated: use `detach()` or `torch.no_grad()`). A MismatchError on every rank if their
-    calls differ. DeadlineExceededError, RankFailedError. RuntimeError after `close`, but for the
-    properties.
+    calls differ. DeadlineExceededError, RankFailedError. UnusableError, a RuntimeError, after
+    `close` or after an exception has broken the communicator; the properties can still be read.
     """
 
     def all_reduce(
@@ -45,16 +46,23 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         algorithm: str | None = None,
         what: str | None = None,
     ) -> Any:
-        """Reduce the ranks' arrays, of equal shape and dtype, to one result on every rank.
+        """Reduce the ranks' arrays element by element; every rank returns the result.
 
-        The results are equal bit for bit, except for the signs and payloads of NaNs if MPI's own
-        reduction ("native") runs. `op` is a ReduceOp, which describes each, or its name: "sum",
-        "mean", "min", "max", "product", "bitwise_and", "bitwise_or", "bitwise_xor". MEAN of
-        integers is float64; a NaN of any rank propagates. `out` receives the result (`array`
-        itself: in place), `algorithm` names the algorithm to use, and `what` is a text that must be
-        equal on all ranks. Raises ValueError for an unknown op or algorithm, or if `out` has
-        another shape or is read-only; TypeError for a dtype without that reduction, or if `out` has
-        another dtype.
+        Args:
+            array: of equal shape and dtype on all ranks.
+            op: a ReduceOp, which describes each, or its name: "sum", "mean", "min", "max",
+                "product", "bitwise_and", "bitwise_or", "bitwise_xor". A NaN of any rank propagates.
+            out: receives the result, and is returned; `array` itself: in place.
+            algorithm: the path or schedule to use, such as "ring" or "native"; None selects one.
+            what: a text that the ranks compare with the call.
+
+        Returns an array of the shape and dtype of `array`; MEAN of bool and integers is float64. It
+        has the same bits on every rank, except for the signs and payloads of NaNs if MPI's own
+        reduction ("native") runs.
+
+        Raises ValueError for an unknown op or algorithm, or if `out` has another shape or is
+        read-only; TypeError for a dtype without that reduction, or if `out` has another dtype.
+
         """
         if algorithm is None and type(array) is np.ndarray:
             kind = op, array.dtype, array.shape
@@ -79,20 +87,23 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         return self._calls.reduce(array, op, self._root(root), out, algorithm)
 
     def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
-        """Copy the root's array into the other ranks' arrays, of equal shape and dtype; return it.
+        """Overwrite every rank's array with the root's, and return it.
 
-        Raises ValueError if this rank is not the root and its array is read-only.
+        Shape and dtype are equal on all ranks. The root's array keeps its values, and may be
+        read-only. Raises ValueError or TypeError if this rank is not the root and its array can't
+        be written.
         """
         return self._calls.broadcast(array, self._root(root), algorithm)
 
     def all_gather(
         self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
     ) -> Any:
-        """Concatenate the ranks' arrays along `axis`, in rank order, on every rank.
+        """Concatenate the ranks' arrays along `axis`, in rank order; every rank returns the result.
 
         Lengths along the axis may differ by rank. The remaining shape and the dtype must not
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row. `out`
-        receives the result; ValueError on every rank if it has another length.
+        receives the result: ValueError on every rank if only its length along `axis` is wrong,
+        ValueError or TypeError on this rank alone if it can hold no such result.
         """
         return self._calls.all_gather(array, axis, out, algorithm)
 
@@ -176,13 +187,20 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         return self._calls.exscan(array, op, out, algorithm)
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
-        """Send arrays[i] to rank i; return a list of the received arrays, entry i from rank i.
+        """Send one array to each rank, and receive one from each.
 
-        They may differ in shape and dtype, which the receivers need not know. One array is cut
-        into equal parts along its first axis, and the result, or `out`, has its shape; a rank
-        raises a MismatchError if what it received differs from its own parts in shape or dtype, or
-        has a dtype that its arrays' library lacks. Raises ValueError for a list of another length
-        than the number of ranks, for an array that can't be cut so, and for `out` with a list.
+        Args:
+            arrays: a list with an array for each rank, of any shapes and dtypes; or one array whose
+                first axis is a multiple of the number of ranks, which is cut into equal parts.
+            out: with one array only: receives the result.
+            algorithm: as of `all_reduce`.
+
+        Returns the received arrays as a list, entry i from rank i; for one array an array of its
+        shape. Raises ValueError for a list of another length than the number of ranks, a first axis
+        that doesn't divide, and `out` with a list; a MismatchError on this rank alone if a received
+        part has another shape or dtype than its own parts, or a dtype that its arrays' library
+        lacks.
+
         """
         return self._calls.all_to_all(arrays, out, algorithm)
 
@@ -197,10 +215,11 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     ) -> list[Any]:
         """`all_reduce` of many arrays, fused by dtype into messages of up to `bucket_bytes` bytes.
 
-        `out` has an array for each input, of its shape and dtype. `bucket_bytes` is by default 25
-        MiB, less where all ranks share a node, and equal on all ranks. Equal inputs give equal bits
-        in every call. Dtypes are never mixed. `what` should recur. Raises as `all_reduce`, and
-        ValueError for another number of outputs, or bucket_bytes below 1.
+        `out` is a list with an array for each input, of its shape and dtype. `bucket_bytes` must be
+        equal on all ranks; None selects 25 MiB, or less where all ranks share a node. Dtypes are
+        never mixed in a message. Equal inputs give equal bits in every call. Use the same `what` in
+        every step: prepared calls are cached by it. Raises as `all_reduce`, and ValueError for
+        another number of outputs, or bucket_bytes below 1.
         """
         if (got := self._many.reduce_known(arrays, op, out, bucket_bytes, what)) is not PASS:
             return got  # type: ignore[no-any-return]  # a typed variable takes time
@@ -210,7 +229,11 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         return self._many.reduce(arrays, op, out, bucket_bytes, what)
 
     def barrier(self, what: str | None = None) -> None:
-        """Return when every rank has called it; a MismatchError if their texts differ."""
+        """Wait until every rank has called it.
+
+        `what` is a text that the ranks compare: a MismatchError on every rank if the texts differ,
+        TypeError if it is no text.
+        """
         self._calls.barrier(what)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
@@ -263,10 +286,12 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         return self._run(allocation.empty_shared(shape, dtype))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A communicator between the ranks of equal color, ordered by key, then rank.
+        """A communicator of the ranks with equal color, ordered by key, then rank. Collective.
 
-        Collective; None where color is None. `color` is a non-negative integer, `key` any, both of
-        31 bits (as of MPI_Comm_split).
+        color: an integer from 0 to 2³¹ − 1; None: this rank joins none, and None is returned.
+        key: an integer from −2³¹ to 2³¹ − 1. As MPI_Comm_split (MPI 4.1, 7.4.2).
+
+        Raises ValueError or TypeError, on this rank alone, for other values.
         """
         part: Communicator | None = self._engine.whole(self._split, color, key)
         return part

@@ -10,6 +10,7 @@ CollectiveError(RuntimeError)
 ├── DeadlineExceededError         (also a TimeoutError) some ranks did not arrive in time
 ├── RankFailedError               a peer died, or an exception ended one of its calls
 ├── LaunchError                   the ranks can't be started, or this process is no rank
+├── GradientError                 of collectives.torch: gradients could not be reduced
 ├── BackendUnavailableError       no MPI, no GPU, no NCCL: the message says what to install
 └── ScheduleError                 an algorithm does not do what its collective promises
 

@@ -61,7 +61,7 @@ class Group(Deferred):
             backend: how arrays on GPUs are moved. "nccl" starts NCCL now; "mpi" stages them through
                 the hosts' memory; "auto" selects the best path that all ranks have, at the first
                 such array. Arrays on the CPU are moved by MPI.
-            deadline: how many seconds a call waits for absent ranks; None waits for ever.
+            deadline: how many seconds a call waits for absent ranks; None: no limit.
             node_of: each rank's node, to imitate hosts. By default, ranks that share memory share
                 a node.
 
@@ -135,7 +135,7 @@ class Group(Deferred):
 
     @property
     def deadline(self) -> float | None:
-        """Seconds that a call waits for the other ranks; None waits for ever. May be set."""
+        """Seconds that a call waits for the other ranks; None: no limit. May be set."""
         return self._engine.wait_policy.deadline
 
     @deadline.setter

@@ -40,7 +40,7 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
 
     Args:
         backend: how arrays on GPUs are moved, as of `Communicator`.
-        deadline: how many seconds a call waits for absent ranks (default 300; None waits for ever).
+        deadline: how many seconds a call waits for absent ranks (default 300; None: no limit).
             A later call with a deadline changes it.
 
     Raises:

@@ -26,7 +26,11 @@ class PointToPointCalls:
         return check_peer(rank, self._engine.rank, self._engine.size, name)
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
-        """Send the array's elements to one rank, which receives them with `recv` or `irecv`.
+        """Send the array's elements to rank `peer`, which receives them with `recv` or `irecv`.
+
+        The array may have any shape and dtype; `tag` is an integer from 0 to 32000. The send of a
+        large array returns when it is received. Raises ValueError or TypeError for a wrong peer
+        (this rank included), tag or array.
 
         After DeadlineExceededError the message remains in transit: do not change the array until
         the same `send`, repeated, has returned. Repeating it does not send the message twice.
@@ -34,12 +38,13 @@ class PointToPointCalls:
         self._messages.send(Outgoing("send", array, self._peer(peer), tag))
 
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
-        """Receive elements from one rank into `out`, and return it.
+        """Receive the elements that rank `peer` sends with this tag into `out`, and return `out`.
 
-        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`, which may
-        hold parts of it then. After DeadlineExceededError the message goes to the next receive of
-        the same rank and tag. Do not use `out` until that has returned: the message may arrive in
-        its memory.
+        `out` is a writable array with the message's dtype and number of elements; shapes are not
+        compared. Raises ShapeMismatchError or DtypeMismatchError if the message has others (`out`
+        may then hold a part of it), ValueError or TypeError for a wrong peer, tag or `out`. After
+        DeadlineExceededError the next receive of this rank and tag gets the message; do not use
+        `out` before that receive has returned: the message may arrive in its memory.
         """
         return self._messages.receive(Incoming("recv", out, self._peer(peer), tag))
 

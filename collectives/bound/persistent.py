@@ -24,12 +24,12 @@ class PersistentCalls:
         out: Sequence[Any] | None = None,
         what: str | None = None,
     ) -> Callable[[], list[Any]]:
-        """A function that makes this call of `all_reduce_many` each time. Not itself collective.
+        """Return a function without arguments that makes this call of `all_reduce_many`.
 
-        For arrays that keep their memory, shapes and dtypes, which are compared once and not at
-        each call. The lists are read once too: what is put into them later is not reduced. Like
-        MPI's persistent collectives (MPI 4.1, section 6.13), but blocking. Each call returns what
-        `all_reduce_many` returns, and raises what it raises. `what` is compared as there.
+        Making the function is not collective. Each call of it is, and the ranks compare it. The
+        arrays must keep their memory, shapes and dtypes, which this rank reads once, as it does the
+        lists: what is put into them later is not reduced. Like MPI's persistent collectives (MPI
+        4.1, section 6.13), but blocking. Each call returns and raises what `all_reduce_many` does.
         """
         given = _copied(arrays)
         results = given if out is arrays else _copied(out)

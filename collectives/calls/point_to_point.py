@@ -122,14 +122,16 @@ class Incoming(Transfer):
         content = self.receiving.content
         if self.receiving.kind != _kind(self._dtype):
             sent, held = _name_of(self.receiving.kind), dtype_name(self._dtype)
-            raise DtypeMismatchError(f"{self.call}: it sent {sent}: out holds {held}")
+            raise DtypeMismatchError(
+                f"{self.call}: the message has {sent}, the receiving array {held}"
+            )
         if len(content) != len(self.buffer):
             sent_count, count = (
                 len(each) // self._dtype.itemsize for each in (content, self.buffer)
             )
             raise ShapeMismatchError(
-                f"{self.call}: it sent {sent_count} elements of {dtype_name(self._dtype)}:"
-                f" out holds {count}"
+                f"{self.call}: the message has {sent_count} elements of {dtype_name(self._dtype)},"
+                f" the receiving array {count}"
             )
         if content.obj is not self.buffer.obj:
             self.buffer[:] = content

@@ -30,7 +30,7 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     if op is not None:
         reduction_for(op, dtype)  # raises TypeError for a dtype without it
     if _takes_one_step(engine, collective, nbytes, dtype):
-        return f"{SLOTS} runs, in one step: so few bytes travel with the check of the call"
+        return f"{SLOTS} runs, in one step: arrays of this size travel with the check of the call"
     if _travels_with_check(engine, collective, nbytes, dtype):
         return f"{DISSEMINATION} runs, with the comparison of the call: few bytes"
     if collective == "all_reduce" and staged_reduction(engine, ReduceOp.SUM, dtype, nbytes):

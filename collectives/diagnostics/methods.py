@@ -25,20 +25,27 @@ class Diagnostics:
     _forget: Callable[..., Any]
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
-        """The algorithm that would run for `nbytes` bytes, the expected time of each, and the
-        source of the cost parameters: built in, `tune`, or a file.
+        """Describe which path a call would take, and why. Not collective.
+
+        The call is a SUM, or a movement, of ordinary arrays of `dtype`; `nbytes` is the size of the
+        whole buffer in bytes, as in `estimate`. Returns a text: the path, and the measured time of
+        each path, or the expected time of each candidate and the source of the cost parameters
+        (built in, `tune`, or a file), in µs. Raises ValueError for an unknown collective or a
+        negative `nbytes`, TypeError for a dtype without a sum.
         """
         self._check_open()
         nbytes = check_index("nbytes", nbytes, 1 << 62)
         return explain(self._engine, spec_of(collective).name, nbytes, allocation.dtype_of(dtype))
 
     def tune(self, *, save: bool = True) -> str:
-        """Measure the paths on this machine, and select by the result from now on. Collective.
+        """Measure the parameters of the cost model, and use them from now on. Collective.
 
-        It takes a second or two, during which the machine should be idle. All ranks end with the
-        same cost parameters. `save` writes them to a file of the user's cache folder
-        (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or ~/.cache) for communicators on
-        the same host, MPI and layout; a failure is logged. Returns a readable report.
+        It times the ring, recursive doubling, MPI's own all_reduce and the node's memory for one to
+        a few seconds, during which the machine should be idle. With one rank, or more than 512, it
+        measures nothing. All ranks end with the same parameters. `save` writes them to a file of
+        the user's cache folder (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or
+        ~/.cache) for communicators on the same host, MPI and layout; a failure is logged. Returns a
+        readable report.
         """
         report: str = self._run(tuning.tune(save=save).then(self._forget))
         return report

@@ -37,11 +37,11 @@ def all_reduce(
 
 
 def pvary(tree: Tree, *, comm: Communicator | None = None) -> Tree:
-    """The pytree itself, for what each rank goes on to compute a part of. No call.
+    """Return the pytree unchanged; its transpose is `all_reduce` by "sum". Nothing is sent.
 
-    Its derivative is `all_reduce`: the cotangents of all ranks' parts are added. With `all_reduce`,
-    whose derivative is `pvary`, it encloses layers that are divided between the ranks: the
-    operators f and g of Megatron-LM (Shoeybi et al. 2019). As `jax.lax.pvary`.
+    Use it on the input of a layer of which each rank computes a part, and `all_reduce`, whose
+    transpose is `pvary`, on the output: the operators f and g of Megatron-LM (Shoeybi et al. 2019).
+    As `jax.lax.pvary`.
     """
     return _made(tree, Call(PVARY, given(comm)), None)
 

@@ -61,8 +61,8 @@ def refuse_forked() -> None:
 def no_rank(parent: str) -> LaunchError:
     """The error of a process that this parent has started."""
     return LaunchError(
-        f"a process that {parent} has started, or that replaced it by exec, is no rank. To let it"
-        f" run as a world of one, set {ALLOW_SINGLETON}=1"
+        f"this process is no rank: {parent} has started it, or has replaced itself by it (exec)."
+        f" {ALLOW_SINGLETON}=1 lets it run as a world of one"
     )
 
 

@@ -49,10 +49,11 @@ class Handle(Generic[Result]):
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result; every call returns the same object.
+        """Wait for the call, and return its result; every wait returns the same object.
 
-        Raises the collective's exception, and TimeoutError if the call has not ended after
-        `timeout` seconds (it continues anyway). UnusableError in a child that was forked.
+        Raises the call's own error, such as a MismatchError or DeadlineExceededError; TimeoutError
+        if the call has not ended after `timeout` seconds, while it continues; UnusableError in a
+        forked child.
         """
         timeout = check_timeout(timeout)
         if timeout is not None:

@@ -1,4 +1,4 @@
-"""One-sided messages from any rank to any other, at any time, without a posted receive."""
+"""Unsolicited messages between any two ranks, at any time: no receive is posted for them."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Mailbox:
         return sent
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message, of any rank, in the order of arrival; this rank's in turn with others'.
+        """The next message of any rank, in order of arrival; its own alternate with the others'.
 
-        None where none arrives in `timeout` seconds (0: only what is here; None: no limit). A long
-        wait yields the core. Raises RankFailedError where no rank is left that could send,
+        Returns None if none arrives within `timeout` seconds (0: only what has arrived; None: no
+        limit). Raises RankFailedError, only without `timeout`, if no rank is left that could send;
         RuntimeError after `close`, ValueError or TypeError for a wrong `timeout`.
         """
         if (timeout := check_timeout(timeout)) is not None and not timeout >= 0:

@@ -31,7 +31,7 @@ class ReducedGradients:
             if member.parameter.grad is not grad or grad._version != version:
                 raise GradientError(
                     f"{member.name}: its gradient was changed between backward and step, by"
-                    " clipping or a gradient scaler, and other ranks, of which no backward reduced,"
-                    " get theirs in the step alone: on every rank, call synchronize(optimizer) of"
+                    " clipping or a gradient scaler, but ranks without a backward get their"
+                    " gradients only in the step: on every rank, call synchronize(optimizer) of"
                     " the reducer, strategy.gradients_of(model), before gradients are changed"
                 )

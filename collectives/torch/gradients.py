@@ -68,8 +68,8 @@ class GradientReducer(BackwardHooks):
         named_parameters: as of `torch.nn.Module.named_parameters`, frozen ones included.
         op: "mean", or "sum".
         weighted: the mean is that of the ranks' gradients weighted by `weight`.
-        unused: parameters without a gradient on this rank: "error" raises RuntimeError, on every
-            rank; "zeros" counts them as zeros, but leaves None where no rank has a gradient.
+        unused: parameters without a gradient on this rank: "error" raises GradientError on every
+            rank; "zeros" counts them as zeros, and `grad` stays None if no rank has a gradient.
         wire_dtype: a narrower dtype for the messages (torch.float16 or torch.bfloat16), or None.
         sparse: names of parameters whose gradients are sparse. Sparse gradients of other parameters
             become dense.
@@ -120,9 +120,9 @@ class GradientReducer(BackwardHooks):
     def wait(self, optimizer: Any = None) -> None:
         """Reduce what no backward has reduced, such as gradients of `no_sync`.
 
-        optimizer: one that steps, in the place of a step of it. If nothing was reduced since its
-            last one, its gradients, zeros if missing, are reduced now with `unused="zeros"`; else
-            that is a GradientError.
+        optimizer: the optimizer whose `step` this call replaces. If no gradient of it was reduced
+            since its last step, they are reduced now, missing ones as zeros, with `unused="zeros"`;
+            with "error" that is a GradientError.
 
         Raises GradientError, on every rank, after a backward that an exception interrupted on any.
         """

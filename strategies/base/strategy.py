@@ -120,7 +120,7 @@ class Strategy(Replication):
         return reduce_nest(self, reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Join each array of a nest along the axis, in the order of the replicas, for all of them.
+        """Concatenate each array of a nest along the axis, in replica order, on every replica.
 
         Raises as `Communicator.all_gather`, on every rank alike (MismatchError where not all ranks
         would), ValueError for a number, which has no axis, NotImplementedError for `IndexedSlices`;
@@ -187,12 +187,11 @@ class Strategy(Replication):
     ) -> tuple[Any, Any]:
         """Train a torch module in step on all ranks; returns the two arguments. Collective.
 
-        Parameters and buffers become the chief's. From now on `backward` replaces the gradients by
-        their mean over the replicas, and so does whatever follows it: clipping, scaling and steps
-        need no change. Everything else of the two objects stays as it is. `gradients_of(model)`
-        gives `no_sync()`, `weight` and `wait()`. `distribute` is to be called again after
-        parameters were frozen, unfrozen or added. Under LocalSGDStrategy gradients stay this
-        replica's own, and parameters are averaged.
+        Parameters, buffers and the optimizer's state become the chief's. From then on `grad` holds
+        the mean over the replicas when `backward` returns, so that clipping, gradient scalers and
+        `step` need no change. `gradients_of(model)` has `no_sync()`, `weight`, `synchronize()` and
+        `wait()`. Call `distribute` again after parameters were frozen, unfrozen or added. Under
+        LocalSGDStrategy gradients are not reduced; parameters are averaged.
 
         optimizer: an optimizer of the model's parameters, or a list of such.
         unused: parameters without gradient in a backward: "error" raises
@@ -237,7 +236,9 @@ class Strategy(Replication):
         `function` returns the mean over this replica's batch. Auxiliary data stays the replica's
         own. Under LocalSGDStrategy nothing is averaged.
 
-        Raises ValueError under a strategy with other ways to reduce.
+        Raises ValueError under a strategy with `cross_device_ops`, with an `all_reduce_arrays` of
+        its own, or with communication options without a compression; TypeError under
+        ParameterServerStrategy.
         """
         from strategies.jax.gradients import value_and_grad
 

@@ -73,9 +73,10 @@ class CheckpointManager:
 
     The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` are
     kept (None or 0: all). Only one program at a time may write to the directory. The constructor
-    is collective: the arguments of rank 0 (under `ParameterServerStrategy` the chief) count, which
-    lists the directory. Raises ValueError for a negative `max_to_keep` or a name whose files
-    would not be found again (a leading dot, a slash at the end), TypeError for no integer.
+    is collective: it uses the arguments of rank 0 (under `ParameterServerStrategy` the chief's),
+    and that rank lists the directory. Raises ValueError for a negative `max_to_keep` or a name
+    whose files would not be found again (a leading dot, a slash at the end), TypeError if
+    `max_to_keep` is neither an integer nor None.
     (https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager)
     """
 

@@ -133,15 +133,16 @@ def _checked_compression(given: Any) -> str | None:
 class CommunicationOptions(CheckedAttributes):
     """Options of collectives, for a strategy or for a single call.
 
-    bytes_per_pack: the least number of bytes of a message. Arrays are packed per dtype, the last
-    one first, and a pack with more bytes is full. 0: no pack is ever full; under AUTO `collectives`
-    decides.
+    bytes_per_pack: the size of a message in bytes. Arrays of one dtype are joined into packs, the
+    last array first. A pack that has more bytes takes no further array, so that only the last pack
+    of a dtype may have fewer. 0: one pack for each dtype; under AUTO `collectives` decides.
     timeout_seconds: how long a call waits for other ranks before it raises DeadlineExceededError;
     None keeps the communicator's deadline, 0 is no deadline.
     implementation: a `CommunicationImplementation` or its name in any case.
     compression: of gradients between nodes, as `collectives.compression.CompressedReducer` does it:
-    of the optimizers of `strategies`, and of models of torch and Keras. For a strategy, not for a
-    single call. What was left out of a step is not kept in checkpoints.
+    those of the optimizers of `strategies`, of models of torch, Keras and TensorFlow, and of
+    `value_and_grad`. For a strategy, not for a single call. What was left out of a step is not kept
+    in checkpoints.
 
     Raises ValueError or TypeError for anything else, also where it is assigned, AttributeError for
     other attributes. As `tf.distribute.experimental.CommunicationOptions`, but for the compression.
@@ -202,7 +203,7 @@ class CommunicationOptions(CheckedAttributes):
 
 
 class RunOptions(NamedTuple):
-    """Options of TensorFlow's compiler for TPUs. Nothing is compiled here.
+    """TensorFlow's options for its TPU compiler, as `tf.distribute.RunOptions`: not used here.
 
     Raises AttributeError where an attribute is assigned.
     """

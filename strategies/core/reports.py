@@ -85,7 +85,7 @@ def _difference(reports: Sequence[Report], what: str) -> Exception | None:
         return OpMismatchError(differ, given)
     calls = tuple(str(report) for report in reports)
     if any(report.problem for report in reports):
-        return ValueError(by_rank(f"{what}: not every rank's value will do", calls))
+        return ValueError(by_rank(f"{what}: the value of at least one rank is invalid", calls))
     if len({report.structure for report in reports}) > 1:
         nests = tuple(report.structure for report in reports)
         return ShapeMismatchError(f"{what}: the ranks' nests differ, * being an array", nests)

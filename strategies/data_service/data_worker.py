@@ -46,15 +46,17 @@ class DatasetWorker:
     """A dataset that the tasks of job `data` iterate, and the training ranks get batches of.
 
     One script serves all ranks: those where `serves` is true call `serve`, the others iterate. Each
-    data task iterates its own dataset once per epoch and deals whole batches to the training ranks
+    data task iterates its own dataset once per epoch and sends whole batches to the training ranks
     (chief and workers) in the order of their requests: a slow rank gets fewer. Every batch is
-    delivered exactly once. Each `for` loop of a training rank is an epoch.
+    delivered exactly once, unless a rank leaves its loop or dies. Each `for` loop of a training
+    rank is an epoch.
 
     A batch is a nest; its NumPy arrays arrive as such, in C order, its torch tensors on the CPU as
     tensors, and everything else by pickle.
 
-    A rank that breaks out of its loop gives back what it was dealt and did not take; once the
-    others have received the end, no rank gets that. What a rank was dealt before it died is lost.
+    If a rank breaks out of its loop, the batches that were sent to it, and that it has not taken,
+    go to the other ranks, unless they have received the end of the epoch. Batches that were sent to
+    a rank before it died are lost.
 
     Without a data task no rank serves: each of the W training ranks iterates the dataset by itself
     and takes every W-th batch of it, so that a program on one rank simply iterates it. Shuffles
@@ -160,11 +162,12 @@ class DatasetWorker:
         return self._ranks.rank in self._servers
 
     def serve(self, epochs: int | None = None) -> int:
-        """Deal batches for so many epochs, or until all training ranks have closed or ended.
+        """Send batches for so many epochs, or until all training ranks have closed or ended.
 
-        Returns how many epochs were dealt. The dataset is iterated once per epoch, from when the
-        first request. What it raises is raised here, and as a DatasetError that names this rank
-        on every training rank. Raises RuntimeError on a rank that isn't a data task.
+        Returns the number of epochs that were sent. The dataset is iterated once per epoch, from
+        the first request for a batch of it on. What it raises is raised here, and as a DatasetError
+        that names this rank on every training rank. Raises RuntimeError on a rank that isn't a data
+        task.
         """
         if not self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} isn't a data task: it iterates")

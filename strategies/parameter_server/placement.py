@@ -27,7 +27,7 @@ class Partitioner(ABC):
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         """The numbers of parts: 1, but for the axis. Raises ValueError for an axis not there."""
         if not 0 <= axis < len(shape):
-            raise ValueError(f"axis={axis}: a shape of {len(shape)} axes has no such")
+            raise ValueError(f"axis={axis}: the shape {tuple(shape)} has {len(shape)} axes")
         parts = [1] * len(shape)
         parts[axis] = self.count(tuple(shape), np.dtype(dtype), axis)
         return parts
@@ -52,10 +52,10 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """As many parts as keep the mean part at `min_shard_bytes` or a little below, up to a number.
+    """⌈bytes of the variable ÷ `min_shard_bytes`⌉ parts, up to `max_shards` and the rows.
 
-    As `tf.distribute.experimental.partitioners.MinSizePartitioner`, whose name promises more than
-    it keeps: with 6 rows of 4 bytes and a minimum of 7 there are 4 parts, of 8, 8, 4 and 4 bytes.
+    As `tf.distribute.experimental.partitioners.MinSizePartitioner`: parts may be smaller than
+    `min_shard_bytes`. 6 rows of 4 bytes with a minimum of 7 give 4 parts, of 8, 8, 4 and 4 bytes.
     Each element of a variable of strings counts as `bytes_per_string`.
     """
 

@@ -89,10 +89,12 @@ def validate_roles(config: TFConfig) -> None:
     if not jobs.get("ps"):
         raise ValueError(
             f"the cluster has no job ps, but {list(jobs)}: ParameterServerStrategy needs a"
-            " TF_CONFIG, or a cluster_resolver, with at least one ps and one worker"
+            " TF_CONFIG, or a cluster_resolver, with at least one ps and one worker or chief"
         )
     if not jobs.get("worker") and not jobs.get("chief"):
-        raise ValueError(f"the cluster has no job worker, but {list(jobs)}: a job must train")
+        raise ValueError(
+            f"the cluster has no job worker or chief, but {list(jobs)}: one must train"
+        )
 
 
 def checked_staleness(staleness: int | None, variable_partitioner: Any) -> int | None:

@@ -64,7 +64,7 @@ contexts.provide_default(default_strategy)
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica, on the device named, such as "/cpu:0". Variables are plain, on the host.
+    """One replica, on the device named, such as "/cpu:0". Variables are plain arrays.
 
     As `tf.distribute.OneDeviceStrategy`. It needs no MPI: under `mpirun` with several ranks, each
     rank is alone and trains by itself; a `communicator` is taken as by every strategy, and not

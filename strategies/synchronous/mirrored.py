@@ -24,7 +24,8 @@ class MirroredStrategy(Strategy):
     is collective; all ranks give equal arguments.
 
     devices: the name of a device ("CPU:0", "/gpu:1"), or a list with one for each rank, in rank
-    order; the CPU without. A GPU becomes its rank's current one; variables stay on the host.
+    order; None: the CPU. A GPU becomes the current one of its rank. A variable lies where its
+    initial value does.
     cross_device_ops: how values are reduced: `RingAllReduce`, `HierarchicalCopyAllReduce`,
     `ReductionToOneDevice`, `NcclAllReduce`, or a subclass of `CrossDeviceOps`; `collectives`
     chooses without.

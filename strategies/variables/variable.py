@@ -38,15 +38,16 @@ class Variable(Replicated, NDArrayOperatorsMixin):
     the strategy keeps values on the host). Creating a variable in a strategy's scope is collective.
     dtype: None is the array's own; numbers of Python alone, and lists and ranges of them, are
     float32 or int32 (int64 where that is too small), as in TensorFlow. TypeError where fractions or
-    imaginary parts would be lost, ValueError for a list of numbers after a bool.
+    imaginary parts would be lost, OverflowError for an integer that the dtype can't hold,
+    ValueError for a list of a bool and then numbers.
 
     ON_WRITE (the default): an assignment inside `run` aggregates the replicas' values first; with
     aggregation NONE it raises ValueError. ON_READ: `run` reads and writes the replica's own value,
     and reading outside of it aggregates. Raises ValueError for synchronization NONE and for what
     isn't of the two enums, and for MEAN of anything but floating-point numbers.
 
-    `strategy` keeps the copies: the one in force when the variable was made, `distributed` unless
-    that was the default one.
+    `strategy` is the one in force when the variable was made; `distributed` is False under the
+    default strategy and OneDeviceStrategy.
     """
 
     def __init__(

@@ -272,7 +272,8 @@ def test_a_message_of_another_dtype_is_told_to_its_receiver(comm):
         comm.send(np.ones(4), 1, tag=5)
     elif comm.rank == 1:
         with pytest.raises(
-            collectives.DtypeMismatchError, match="it sent dtype float64: out holds int64"
+            collectives.DtypeMismatchError,
+            match="the message has dtype float64, the receiving array int64",
         ):
             comm.recv(np.zeros(4, np.int64), 0, tag=5)
         assert (comm.recv(np.zeros(4), 0, tag=5) == 1).all()
@@ -326,7 +327,7 @@ def test_a_message_of_another_length_is_refused_and_the_next_one_works(comm):
         else:
             with pytest.raises(
                 collectives.ShapeMismatchError,
-                match=f"sent {sent} elements of int64: out holds {expected}",
+                match=f"{sent} elements of int64, the receiving array {expected}",
             ):
                 comm.recv(np.empty(expected, int), 0)
             np.testing.assert_array_equal(comm.recv(np.empty(4, int), 0), np.arange(4))

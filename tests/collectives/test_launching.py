@@ -399,9 +399,7 @@ def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch, launch):
     monkeypatch.setenv("COLLECTIVES_STARTED", launch)
     monkeypatch.setattr(start, "is_initialized", lambda: False)
     monkeypatch.setattr(start, "started_by_mpi", lambda environment: False)
-    with pytest.raises(
-        LaunchError, match=f"{launch} has started, or that replaced it by exec, is no rank"
-    ):
+    with pytest.raises(LaunchError, match=f"is no rank: {launch} has started it, or has replaced"):
         start.start_mpi()
 
 

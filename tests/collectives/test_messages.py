@@ -201,9 +201,9 @@ def test_messages_unlike_the_array(comm):
             np.zeros(4),
             np.ones(3),
             ShapeMismatchError,
-            "3 elements of float64: out holds 4",
+            "3 elements of float64, the receiving array 4",
         ),
-        "longer": (np.zeros(2), np.ones(LARGE), ShapeMismatchError, "out holds 2"),
+        "longer": (np.zeros(2), np.ones(LARGE), ShapeMismatchError, "the receiving array 2"),
         "another dtype": (np.zeros(4, "f4"), np.ones(4, "i4"), DtypeMismatchError, "float32"),
     }
     for name, (out, sent, error, text) in cases.items():

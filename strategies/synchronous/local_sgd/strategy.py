@@ -64,15 +64,15 @@ class LocalSGDStrategy(Strategy):
     over the W ranks in each step, the last ones of an epoch in equal parts. All ranks reach its end
     at the same step, as under every strategy. A loop over a `DatasetWorker` with `agreed=False` is
     independent: a rank may receive any number of batches. A rank whose batches have ended takes
-    part in the others' averagings before its loop ends. It counts in them only if it has taken
-    steps since the last one. When the batches of all ranks have ended they average once more, and
-    the loop ends with equal values. After a `break` the rank does so in its next call over
-    `communicator` or the one that it was made from, or when its program ends. A loop whose iterator
-    is kept in a variable is over where the rank synchronizes or saves while others end a round; its
-    next batch raises RuntimeError then. Within such a loop all ranks must make the same collective
-    calls, which a rank whose batches have ended can't (CollectiveMismatchError on every rank). Any
-    other difference in the number of steps makes averaging fail (a MismatchError or
-    DeadlineExceededError).
+    part in the other ranks' averagings until all have ended; it counts in an averaging only if it
+    has taken steps since the last one. After the last rank's end the ranks average once more, and
+    leave the loop with equal values. A rank that left the loop by `break` takes part at its next
+    call on `communicator`, or on the communicator that this one was made from, or at the end of its
+    program. If the program keeps the loop's iterator, and synchronizes or saves while other ranks
+    end a round, the iterator's next batch raises RuntimeError. Within the loop all ranks must make
+    the same collective calls; a rank whose batches have ended can't make them
+    (CollectiveMismatchError on every rank). Any other difference in the number of steps makes the
+    averaging fail with a MismatchError or DeadlineExceededError.
 
     Read outside of `run`, a variable has this rank's own value: call `synchronize` at the end of
     training. `reduce` and `gather` are over all ranks. Assignments by or for all replicas change
