@@ -150,7 +150,7 @@ class RankFailedError(CollectiveError):
 
 
 class UnusableError(RuntimeError):
-    """The communicator is closed, or an earlier call has broken it, and no call was started.
+    """A communicator or mailbox is closed, or an earlier call has broken it; no call was started.
 
     No CollectiveError: what broke the communicator was one, or an exception of the program.
     """

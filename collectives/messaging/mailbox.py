@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from collectives.consistency.signature import check_index
-from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.errors import DeadlineExceededError, RankFailedError, UnusableError
 from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Processes
 from collectives.messaging.message import IncomingMessage, Message, SendRequest, held, read, write
@@ -51,7 +51,7 @@ class Mailbox:
         between two ranks arrive in the order in which they were sent.
 
         Raises ValueError or TypeError for a wrong peer or array, RankFailedError where the peer has
-        died or closed its mailbox, RuntimeError after `close` or an exception within a transfer.
+        died or closed its mailbox, UnusableError after `close` or an exception within a transfer.
         """
         peer = check_index("peer", peer, self.size)
         buffers = write(header, arrays)
@@ -76,7 +76,7 @@ class Mailbox:
 
         Returns None if none arrives within `timeout` seconds (0: only what has arrived; None: no
         limit). Raises RankFailedError, only without `timeout`, if no rank is left that could send;
-        RuntimeError after `close`, ValueError or TypeError for a wrong `timeout`.
+        UnusableError after `close`, ValueError or TypeError for a wrong `timeout`.
         """
         if (timeout := check_timeout(timeout)) is not None and not timeout >= 0:
             raise ValueError(f"timeout={timeout!r}: must be a number of seconds from 0, or None")
@@ -207,9 +207,9 @@ class Mailbox:
 
     def _check_open(self) -> None:
         if self.refusal is not None:
-            raise RuntimeError(self.refusal)
+            raise UnusableError(self.refusal)
         if self._end_sent:
-            raise RuntimeError("the mailbox is being closed")
+            raise UnusableError("the mailbox is being closed")
 
     def _take(self) -> IncomingMessage | None:
         """The next message that has arrived, if any."""

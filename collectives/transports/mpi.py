@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from collectives.errors import UnusableError
 from collectives.transports import mpi_windows
 from collectives.transports.base import (
     ORDERED_MACHINES,
@@ -60,9 +61,9 @@ class MpiTransport(Transport):
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The communicator; RuntimeError after `close`."""
+        """The communicator; UnusableError after `close`."""
         if self._comm is None:
-            raise RuntimeError("the communicator is closed")
+            raise UnusableError("the communicator is closed")
         return self._comm
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:

@@ -16,6 +16,7 @@ from hypothesis.extra.numpy import array_shapes
 
 import collectives
 from collectives import Communicator, Mailbox
+from collectives.errors import UnusableError
 from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Process, Processes
 from collectives.messaging.message import IncomingMessage, read, write
@@ -355,7 +356,7 @@ def test_a_closed_mailbox(comm):
     box.close()
     assert sent.done()
     for call in (lambda: box.send(0, None), box.receive, lambda: box.receive(timeout=0)):
-        with pytest.raises(RuntimeError, match="the mailbox is closed"):
+        with pytest.raises(UnusableError, match="the mailbox is closed"):
             call()
 
 
