@@ -21,7 +21,13 @@ _CONNECTION = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMIX_NAMESPACE", "PMIX_RANK", 
 
 
 def mark_rank() -> None:
-    """Let the processes that this one starts know that it is the rank."""
+    """Let the processes that this one starts know that it is the rank.
+
+    MPICH's socket is inherited otherwise, by `os.system` for example: such a process would take the
+    launcher's answers to the rank.
+    """
+    if (socket := os.environ.get("PMI_FD", "")).isdigit() and started_by_mpi(os.environ):
+        os.set_inheritable(int(socket), False)
     if place := _place(os.environ):
         os.environ[_RANK_PROCESS] = f"{os.getpid()} {place}"
 

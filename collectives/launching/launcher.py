@@ -21,7 +21,8 @@ ALLOW_SINGLETON = "COLLECTIVES_ALLOW_SINGLETON"
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 # In this order, because a launcher inside a Slurm job inherits Slurm's variables. SLURM_NTASKS is
 # the size of the allocation, which batch scripts have although they are not tasks of a step.
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", _SLURM_SIZE)
 _RANKS = (*_MPI_RANKS, "SLURM_PROCID")
 # Torchrun's size and rank, used only together, because either alone has other meanings elsewhere.
 _TORCH = ("WORLD_SIZE", "RANK")
@@ -120,9 +121,16 @@ def find_torch_launch(environment: Mapping[str, str]) -> TorchLaunch | None:
 def torch_variables_refused(environment: Mapping[str, str]) -> LaunchError:
     """The error of a process whose variables `find_torch_launch` does not take."""
     seen = ", ".join(f"{name}={environment.get(name, '')!r}" for name in _TORCH_VARIABLES)
+    launcher = find_launcher(environment)
+    advice = ""
+    if launcher.variable == _SLURM_SIZE and launcher.size > 1:
+        advice = (
+            f". srun has started {launcher.size} processes and does not serve MPI: it needs"
+            " --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI"
+        )
     return LaunchError(
         f"the environment has {seen}; needed are all four, with 0 <= RANK < WORLD_SIZE and"
-        " 0 < MASTER_PORT < 65536"
+        f" 0 < MASTER_PORT < 65536{advice}"
     )
 
 

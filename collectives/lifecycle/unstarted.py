@@ -47,4 +47,8 @@ def _open_pmi() -> None:
     forked = os.getpid() != _rank
     if not forked and not is_initialized() and started_by_mpi(os.environ):
         drain_output()
-        os.write(int(os.environ["PMI_FD"]), _INIT)
+        pmi = int(os.environ["PMI_FD"])
+        os.write(pmi, _INIT)
+        # A later program of the same shell would read the rest of the answer.
+        while os.read(pmi, 1) not in (b"\n", b""):
+            continue

@@ -367,6 +367,8 @@ def test_the_tasks_of_torchs_variables():
     for wrong in ({"RANK": "2"}, {"MASTER_PORT": ""}, {"MASTER_PORT": "0"}, {"MASTER_ADDR": ""}):
         with pytest.raises(LaunchError, match="needed are all four, with 0 <= RANK < WORLD_SIZE"):
             find_tasks(VARIABLES | wrong)
+    with pytest.raises(LaunchError, match=r"srun has started 4 processes .* --mpi=pmi2 for MPICH"):
+        find_tasks({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
     with pytest.raises(LaunchError, match="torchrun serves here:29500 itself"):
         find_tasks(VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
 

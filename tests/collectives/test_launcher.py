@@ -204,16 +204,17 @@ CHILDREN = """
 import collectives, os, subprocess, sys
 comm = collectives.world()
 program = "import collectives; print(collectives.world().size)"
-def run(*command):
+def run(*command, close_fds=True):
     return subprocess.run(
         [sys.executable, *command],
-        capture_output=True, text=True, timeout=20,
+        capture_output=True, text=True, timeout=20, close_fds=close_fds,
         env=os.environ | {"COLLECTIVES_ALLOW_SINGLETON": str(comm.rank)},
     )
-child = run("-c", program)
-refused = "this process is no rank: rank 0 of 2 has started it" in child.stderr
-expected = (0, "1\\n", False) if comm.rank else (1, "", True)
-assert (child.returncode, child.stdout, refused) == expected, child
+for closed in (True, False):  # without, as `os.system` starts it
+    child = run("-c", program, close_fds=closed)
+    refused = "this process is no rank: rank 0 of 2 has started it" in child.stderr
+    expected = (0, "1\\n", False) if comm.rank else (1, "", True)
+    assert (child.returncode, child.stdout, refused) == expected, child
 if comm.rank == 0:
     # MPICH's child has no task; Open MPI's would be taken for the rank.
     child = run("-m", "collectives.launch", sys.argv[1])

@@ -152,6 +152,20 @@ def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
     assert "\nFileNotFoundError: no such data\n" in ended.stderr
 
 
+@pytest.mark.skipif(
+    is_open_mpi(find_mpirun() or "mpirun"),
+    reason="Open MPI's mpirun ends the job at the first failure",
+)
+def test_after_an_exception_before_the_start_of_mpi_a_later_program_starts(launch):
+    program = (
+        f"{sys.executable} -c 'import collectives; raise ValueError' || "
+        f"exec {sys.executable} -c 'import collectives; print(collectives.world().size)'"
+    )
+    ended = launch(2, ["sh", "-c", program], timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["2", "2"]
+
+
 def test_an_exception_after_mpi_has_ended_is_shown(launch):
     # mpirun may end the other rank as soon as this one has ended.
     end_late = "import atexit, time\natexit.register(time.sleep, 2)\n"
