@@ -19,6 +19,8 @@ from bench.sizes import shown
 class Key(NamedTuple):
     """One row of a suite, out of place or in place."""
 
+    ranks: int
+    mpi: str
     title: str
     nbytes: int
     place: str
@@ -64,11 +66,13 @@ def read(paths: Iterable[Path]) -> dict[Key, Figures]:
 def _results(sections: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, float, float | None]]:
     """Each row's median and its peer's ratio."""
     for section in sections:
+        header = section["header"]
+        run = header["ranks"], header["mpi"].partition(" ")[0]
         for row in section["rows"]:
             for place in ("out_of_place", "in_place"):
                 result = row[place]
                 if result is not None:
-                    key = Key(section["title"], row["nbytes"], place.replace("_", " "))
+                    key = Key(*run, section["title"], row["nbytes"], place.replace("_", " "))
                     peer = result["peer"]
                     yield key, result["seconds"]["median"], None if peer is None else peer["ratio"]
 
@@ -78,14 +82,15 @@ def table(before: dict[Key, Figures], after: dict[Key, Figures]) -> list[str]:
     keys = [key for key in before if key in after]
     if not keys:
         raise ValueError("the two versions' files have no row in common")
-    titles = ("call", "bytes", "buffers", "before (µs)", "after (µs)", "before / after")
+    titles = ("ranks", "MPI", "call", "bytes", "buffers", "before (µs)", "after (µs)")
     lines = [
-        f"| {' | '.join((*titles, 'peer / before', 'peer / after'))} |",
-        "|---|---:|---|" + "---:|" * 5,
+        f"| {' | '.join((*titles, 'before / after', 'peer / before', 'peer / after'))} |",
+        "|---:|---|---|---:|---|" + "---:|" * 5,
     ]
     for key in keys:
         then, now = median(before[key].seconds), median(after[key].seconds)
-        cells = [key.title, shown(key.nbytes), key.place, *(f"{1e6 * t:.1f}" for t in (then, now))]
+        cells = [str(key.ranks), key.mpi, key.title, shown(key.nbytes), key.place]
+        cells += [f"{1e6 * seconds:.1f}" for seconds in (then, now)]
         cells.append(f"{then / now:.2f}")
         for figures in (before[key], after[key]):
             cells.append(f"{median(figures.ratios):.2f}" if figures.ratios else "")

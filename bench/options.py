@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,7 +134,7 @@ def parse_dtype(text: str) -> DType:
     # Those of ml_dtypes, such as bfloat16, have kinds of their own.
     if dtype.kind not in "biufc" and dtype.type.__module__ != "ml_dtypes":
         raise problem
-    return dtype
+    return dtype.newbyteorder("=")
 
 
 _PICTURES = ".png", ".svg", ".pdf"
@@ -145,10 +144,6 @@ def _check(options: argparse.Namespace, case: Case) -> None:
     """Raise ValueError for an invalid value; add the derived options."""
     _at_least(1, "rotate", options.rotate)
     check_sizes(options)
-    if options.tensor_bytes is not None and not case.name.endswith("all_reduce_many"):
-        raise ValueError(f"--tensor-bytes is of all_reduce_many, and not of {case.name}")
-    if options.plot and not find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install 'mpi-collectives[bench]'")
     if options.plot and options.plot.suffix not in _PICTURES:
         raise ValueError(f"--plot {options.plot}: must end in {', '.join(_PICTURES)}")
     if options.plot and not case.has_bytes:
@@ -172,6 +167,16 @@ def check_sizes(options: argparse.Namespace) -> None:
             _at_least(1, name, getattr(options, name))
     if options.max_bytes < options.min_bytes:
         raise ValueError("--max-bytes is less than --min-bytes")
+    if options.tensor_bytes is not None:
+        _check_tensor_bytes(options)
+
+
+def _check_tensor_bytes(options: argparse.Namespace) -> None:
+    named = f"--tensor-bytes {options.tensor_bytes}"
+    if not options.collective.endswith("all_reduce_many"):
+        raise ValueError(f"{named} is of all_reduce_many, and not of {options.collective}")
+    if options.tensor_bytes % (size := options.dtype.itemsize):
+        raise ValueError(f"{named}: {options.dtype} has {size} bytes, of which it is no multiple")
 
 
 def _at_least(smallest: int, name: str, value: int) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import collectives
@@ -77,6 +78,9 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
     if options.root >= comm.size:
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
     check_outputs(MPI.COMM_WORLD, options, "json", "markdown", "plot")
+    # Only rank 0 plots, and the other hosts need no matplotlib.
+    if MPI.COMM_WORLD.bcast(options.plot is not None and find_spec("matplotlib") is None):
+        raise CanNotMeasureError("--plot needs matplotlib: pip install 'mpi-collectives[bench]'")
     case = CASES[options.collective]
     world = MPI.COMM_WORLD.Dup()
     stack = ExitStack()

@@ -61,7 +61,8 @@ def _measure(
             line = [*launch, sys.executable, "-m", "bench", collective, "--sizes", sizes]
             line += ["--repeats", str(options.repeats), "--peer", "mpi4py", "--json", str(path)]
             variables = os.environ | environment
-            subprocess.run(line, env=variables, check=True, stdout=subprocess.DEVNULL)
+            # Its table says which results are wrong, if it fails.
+            subprocess.run(line, env=variables, check=True, stdout=sys.stderr)
             report = json.loads(path.read_text(encoding="utf-8"))
             joined["header"] = report["header"]
             joined["rows"] += [row | {"collective": collective} for row in report["rows"]]

@@ -42,6 +42,6 @@ def print_table(
             found = found if lines else [*head(report), *found]
             print("\n".join(found), flush=True)
             lines += found
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            if options.markdown is not None:  # what a failure of the next one leaves
+                options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0

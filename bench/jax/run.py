@@ -79,7 +79,7 @@ def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:
             yield f"- {name}: not measured: {way.splitlines()[0]}"
     measured = {name: way for name, way in every.items() if not isinstance(way, str)}
     yield from ("", "| jitted all_reduce | bytes | µs | time ÷ ours |", "|---|---:|---:|---:|")
-    for nbytes in options.sizes:
+    for nbytes in [-(-size // 4) * 4 for size in options.sizes]:  # of float32
         calls = [call_of(name, way, nbytes, world) for name, way in measured.items()]
         batch = max(_CALLS_IN_A_ROW, batch_of(nbytes))
         found = medians(calls, world, batch=batch, repeats=options.repeats)

@@ -26,13 +26,17 @@ class GlooPeer(Peer):
     name = "gloo"
 
     def __init__(self, world: Any) -> None:
-        try:
-            import torch
-            import torch.distributed as dist
-        except ImportError as error:
+        # The other ranks would wait for one that raises alone.
+        if missing := np.flatnonzero(world.allgather(_missing())).tolist():
             raise PeerUnavailableError(
-                "--peer gloo needs torch, which can't be imported here: `pip install torch`"
-            ) from error
+                f"--peer gloo needs torch, which rank {missing[0]} can't import: `pip install"
+                " torch`"
+            )
+        if _nodes(world) > 1:
+            raise PeerUnavailableError("--peer gloo compares the ranks of one host")
+        import torch
+        import torch.distributed as dist
+
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._torch, self._dist = torch, dist
         store = world.bcast(_empty_file() if world.rank == 0 else None)
@@ -125,6 +129,23 @@ class GlooPeer(Peer):
             return call
         out, send = self._tensor(task.out), self._tensor(task.send)
         return lambda: (out.copy_(send), call())
+
+
+def _missing() -> bool:
+    try:
+        import torch.distributed  # noqa: F401 (tried here)
+    except ImportError:
+        return True
+    return False
+
+
+def _nodes(world: Any) -> int:
+    from mpi4py import MPI
+
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    nodes: int = world.allreduce(int(node.rank == 0))
+    node.Free()
+    return nodes
 
 
 def _empty_file() -> str:

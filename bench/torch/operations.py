@@ -58,11 +58,15 @@ OPERATIONS: dict[str, tuple[Callable[[int, Any], Made], tuple[int, ...]]] = {
 }
 
 
+def in_blocks(nbytes: int, ranks: int) -> int:
+    """The number of bytes, rounded up to a block of equal size for each rank."""
+    unit = _ITEMSIZE * ranks
+    return -(-nbytes // unit) * unit
+
+
 def make(name: str, nbytes: int, group: Any) -> Made:
     """The call of that name on so many bytes: of all ranks' parts together, or of each tensor."""
-    unit = group.size()
-    elements = -(-nbytes // (_ITEMSIZE * unit)) * unit
-    return OPERATIONS[name][0](elements, group)
+    return OPERATIONS[name][0](nbytes // _ITEMSIZE, group)
 
 
 def _numbers(elements: int, group: Any) -> Any:

@@ -73,13 +73,13 @@ def _calls(
     """The lines of the table, and whether the backends' results differ."""
     import torch
 
-    from bench.torch.operations import OPERATIONS, make
+    from bench.torch.operations import OPERATIONS, in_blocks, make
 
     yield "", False
     yield f"| call | bytes | {OURS} µs | {PEER} µs | ratio |", False
     yield "|---|---:|---:|---:|---:|", False
     for name, (_, usual) in OPERATIONS.items():
-        for nbytes in options.sizes or usual:
+        for nbytes in [in_blocks(size, world.size) for size in options.sizes or usual]:
             made = [make(name, nbytes, group) for group in groups.values()]
             for call, _ in made:
                 call()
@@ -98,9 +98,9 @@ def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
 
     alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     groups = groups | {"one rank": alone}
-    lines = ["", HEAD]
+    lines: list[str] = []
     for make, batch in ((_small_steps, _STEPS), (_large_steps, 1)):
-        lines += rows(partial(make, groups), world, batch=batch, repeats=repeats)
+        lines += ["", HEAD, *rows(partial(make, groups), world, batch=batch, repeats=repeats)]
     return lines
 
 

@@ -9,6 +9,7 @@ import pytest
 from bench.options import parse, problems
 from bench.output_paths import problem_of
 from bench.reports.training import check_output
+from bench.run import CanNotMeasureError, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {
@@ -19,7 +20,8 @@ ERRORS = {
     "all_reduce --dtype datetime64[s]": "'datetime64[s]' is not a dtype",
     "all_reduce --dtype O": "'O' is not a dtype",
     "all_reduce_many --tensor-bytes 0": "--tensor-bytes is 0: must be at least 1",
-    "all_reduce --tensor-bytes 8": "--tensor-bytes is of all_reduce_many, and not of all_reduce",
+    "all_reduce --tensor-bytes 8": "--tensor-bytes 8 is of all_reduce_many, and not of all_reduce",
+    "all_reduce_many --tensor-bytes 6": "float32 has 4 bytes, of which it is no multiple",
     "all_reduce --max-bytes 4": "--max-bytes is less than --min-bytes",
     "all_reduce --min-bytes 0": "--min-bytes is 0: must be at least 1",
     "all_reduce --repeats 0": "--repeats is 0: must be at least 1",
@@ -126,12 +128,20 @@ runpy.run_module("bench", run_name="__main__")
     assert "busbw" in ended.stdout
 
 
-def test_a_plot_without_matplotlib_names_what_to_install(capsys, monkeypatch):
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setattr("bench.options.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        parse(["all_reduce", "--plot", "a.png"])
-    assert "pip install 'mpi-collectives[bench]'" in capsys.readouterr().err
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_a_plot_needs_matplotlib_on_rank_0_alone(comm, monkeypatch, tmp_path):
+    line = ["all_reduce", "--sizes", "8", "--repeats", "1", "--plot"]
+    options = parse([*line, str(tmp_path / "plot.png")])
+    for missing in range(comm.size):
+        installed = None if comm.rank == missing else True
+        monkeypatch.setattr("bench.run.find_spec", lambda name, found=installed: found)
+        monkeypatch.setattr("bench.run.Report.finish", lambda report, notes: None)
+        if missing == 0:
+            with pytest.raises(CanNotMeasureError, match=r"pip install 'mpi-collectives\[bench\]'"):
+                measure(comm, options)
+        else:
+            assert len(measure(comm, options).rows) == 1
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "keras"])
