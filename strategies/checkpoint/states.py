@@ -214,7 +214,9 @@ class OptimizerState(State):
             if slot[3]:
                 # Creates the slots now: processes may number the variables differently.
                 self.optimizer.slots_of(self.variables[slot[3]].storage, names)
-        prefixes = self._prefixes(len(self.optimizer.values) + len(slots))
+        # Values that were never updated have numbers without slots.
+        last = max((int(slot[2]) for slot in slots.values() if slot[2]), default=0)
+        prefixes = self._prefixes(len(self.optimizer.values) + last + 1)
         numbers = {prefix: number for number, prefix in enumerate(prefixes)}
         super().restore(
             {

@@ -20,6 +20,9 @@ _UNKNOWN, _UNTOUCHED, _TOUCHED = range(3)
 class ReplicaStorage(LocalStorage):
     """One replica's own value of a variable, on which all replicas agree after an averaging."""
 
+    is_numbered = False
+    """Whether its outer slots are numbered as values were made, not as they were first trained."""
+
     def __init__(self, array: Array) -> None:
         super().__init__(array)
         self.touched = False
@@ -118,11 +121,13 @@ class Averaging:
         """Average what any replica's optimizer changed, over the ranks that count. Collective."""
         everywhere = states.flags.min(axis=0) > _UNKNOWN
         changed = everywhere & (states.flags.max(axis=0) == _TOUCHED)
-        values = [
-            each
-            for each, wanted in zip(states.held, changed, strict=True)
-            if wanted and each is not None
+        held = [
+            (value, *flags)
+            for value, *flags in zip(states.held, everywhere, changed, strict=True)
+            if value is not None
         ]
+        self.number(value for value, there, _ in held if there and value.is_numbered)
+        values = [value for value, _, wanted in held if wanted]
         if values:
             self._average_values(values, counted)
         self._known = [known for known, there in zip(self._known, everywhere, strict=True) if there]

@@ -13,6 +13,8 @@ from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
 class _ReplacedStorage(ReplicaStorage):
     """One array, which is copied only when the ranks average."""
 
+    is_numbered = True
+
     def __init__(self, array: Array) -> None:
         super().__init__(array)
         self._newer: Any = None

@@ -171,6 +171,31 @@ def test_pytrees_in_checkpoints(jax, comm, tmp_path):
             PytreeState(strategy, [jnp.ones(2)] * (comm.rank + 1))
 
 
+@pytest.mark.ranks(2)
+def test_outer_momentum_stays_with_the_state_that_was_trained(jax, comm, tmp_path):
+    """Where a program trains another one first after it has restored both."""
+    from strategies.jax import PytreeState
+
+    def begun():
+        outer = strategies.optimizers.SGD(0.5, momentum=0.5)
+        strategy = strategies.LocalSGDStrategy(1, outer_optimizer=outer)
+        states = [PytreeState(strategy, jax.numpy.ones(2), lambda value: value) for _ in range(2)]
+        return states, strategies.Checkpoint(first=states[0], second=states[1], outer=outer)
+
+    def step(state):
+        state.value = state.value + (comm.rank + 1)
+        return np.asarray(state.value).tolist()
+
+    states, checkpoint = begun()
+    step(states[1])
+    path = checkpoint.save(comm.broadcast_object(str(tmp_path / "state.safetensors")))
+    going_on = [step(each) for each in states]
+    states, checkpoint = begun()
+    checkpoint.restore(path)
+    assert [step(each) for each in states] == going_on
+    assert going_on[0] != going_on[1]
+
+
 def gradient(parameters, target):
     return {"kernel": parameters["kernel"] - target, "bias": 2 * parameters["bias"] + target[0]}
 

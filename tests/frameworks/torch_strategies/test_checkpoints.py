@@ -349,6 +349,33 @@ def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
 
 
 @pytest.mark.ranks(2)
+def test_outer_momentum_of_a_model_with_a_frozen_layer(torch, comm, folder):
+    def begun():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
+        model[0].requires_grad_(False)
+        outer = strategies.optimizers.SGD(0.5, momentum=0.9)
+        strategy = strategies.LocalSGDStrategy(1, outer_optimizer=outer, communicator=comm)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        strategy.distribute(model, optimizer)
+        return model, optimizer, strategies.Checkpoint(model=model, outer=outer)
+
+    def step(model, optimizer, _):
+        optimizer.zero_grad()
+        model(torch.full((1, 1), comm.rank + 1.0)).sum().backward()
+        optimizer.step()
+        return [each.item() for each in model.parameters()]
+
+    program = begun()
+    step(*program)
+    path = program[2].save(folder / "frozen")
+    going_on = [step(*program) for _ in range(2)]
+    again = begun()
+    again[2].restore(path)
+    assert [step(*again) for _ in range(2)] == going_on
+
+
+@pytest.mark.ranks(2)
 def test_outer_momentum_stays_where_distribute_is_called_again(torch, comm, folder, caplog):
     """Also in a file that another program restores, where layers were frozen, or replaced."""
 
