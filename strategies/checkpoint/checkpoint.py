@@ -33,10 +33,10 @@ class Checkpoint:
 
     Args: variables, optimizers, metrics, objects with the protocol `Saveable`, torch modules,
     optimizers and schedulers (tensors by the names of `state_dict`, everything else as JSON,
-    nothing pickled; rank 0's are saved), and dicts, lists, tuples, named tuples and objects that
-    contain such, by name. They are also attributes of the checkpoint, which may be set later:
-    `Checkpoint(step=step).step`. A shared object is saved once. Raises TypeError for other objects,
-    ValueError for the reserved name "__metadata__".
+    nothing pickled; under a strategy rank 0's are saved), and dicts, lists, tuples, named tuples
+    and objects that contain such, by name. They are also attributes of the checkpoint, which may be
+    set later: `Checkpoint(step=step).step`. A shared object is saved once. Raises TypeError for
+    other objects, ValueError for the reserved name "__metadata__".
 
     All state is saved as whole arrays, so that a program with any number of ranks, or without a
     strategy, can restore what any other number saved. Of an ON_READ variable the aggregate is

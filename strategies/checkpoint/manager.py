@@ -6,6 +6,8 @@ import operator
 import os
 import re
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,9 @@ from strategies.core.same_error import PropagatedErrors
 from strategies.core.values import content, whole_number
 
 _NUMBERED = re.compile(r".*-([0-9]+)\.safetensors")
+
+# A file that is being written, as by other ranks that save without a strategy, has changed since.
+_ABANDONED_SECONDS = 3600.0
 
 
 class FoundCheckpoint(NamedTuple):
@@ -160,15 +165,18 @@ class CheckpointManager:
         return number
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete the checkpoints of these steps, and temporary files of killed programs."""
+        """Delete the checkpoints of these steps, and temporary files that were abandoned."""
         for step in steps:
             Path(self._path(step)).unlink(missing_ok=True)
         # A match of the whole name spares a manager whose name begins with this one's.
         whole = Path(self.directory, self._name)
         own = re.compile(rf"\.{re.escape(whole.name)}-[0-9]+{re.escape(SUFFIX)}\..*").fullmatch
         for partial in whole.parent.glob(f".*{PARTIAL}"):
-            if own(partial.name):
-                partial.unlink(missing_ok=True)
+            # It may have got its name by now.
+            with suppress(FileNotFoundError):
+                seconds = time.time() - partial.stat().st_mtime
+                if own(partial.name) and seconds > _ABANDONED_SECONDS:
+                    partial.unlink()
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint and return its path; None where there is none. Collective.

@@ -63,7 +63,9 @@ def test_a_name_may_have_folders(tmp_path):
     checkpoint = Checkpoint(v=Variable(0))
     first = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="run/ckpt")
     first.save()
-    Path(tmp_path, f"run/.ckpt-0.safetensors.1{PARTIAL}").write_bytes(b"of a killed program")
+    left = Path(tmp_path, f"run/.ckpt-0.safetensors.1{PARTIAL}")
+    left.write_bytes(b"of a killed program")
+    os.utime(left, (1, 1))
     second = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="run/ckpt")
     assert second.restore_or_initialize() == str(tmp_path / "run/ckpt-1.safetensors")
     second.save()
@@ -88,12 +90,17 @@ def test_temporary_files_of_a_killed_program_are_deleted(tmp_path):
     others = [
         tmp_path / f".{name}-3.safetensors.0f.partial" for name in ("best", "ckpt-best", "1ckpt")
     ]
-    for each in (left, *others):
+    # Of another rank, which saves without a strategy.
+    written_now = tmp_path / ".ckpt-1.safetensors.1f.partial"
+    for each in (left, *others, written_now):
         each.write_bytes(b"half")
+        if each is not written_now:
+            os.utime(each, (1, 1))
     manager = CheckpointManager(Checkpoint(v=Variable(0)), tmp_path)
     assert manager.latest_checkpoint is None
     manager.save()
-    assert names(tmp_path) == sorted([*(each.name for each in others), "ckpt-1.safetensors"])
+    kept = [each.name for each in (*others, written_now)]
+    assert names(tmp_path) == sorted([*kept, "ckpt-1.safetensors"])
 
 
 def test_the_latest_of_a_directory(tmp_path):
