@@ -59,14 +59,20 @@ def original_errors() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        original, _Failure.error = _Failure.error, None
-        if original is None:
-            raise
-        # The program may have caught that one: this error is another, without its text.
-        text = str(original)
-        if text in str(error) and (text or isinstance(error, jax.errors.JaxRuntimeError)):
-            raise original from None
+        raise_original(error)
         raise
+
+
+def raise_original(error: BaseException | None) -> None:
+    """Raise the last exception of a function in a program, if JAX's error has its text."""
+    original = _Failure.error
+    if original is None or not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return
+    # The program may have caught that one: this error is another, without its text.
+    text = str(original)
+    if text in str(error) and (text or isinstance(error, jax.errors.JaxRuntimeError)):
+        _Failure.error = None
+        raise original from None
 
 
 def call_back(

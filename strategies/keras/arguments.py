@@ -71,7 +71,8 @@ def _description(value: Any) -> str:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, dict):
-        return str({_description(key): _description(each) for key, each in value.items()})
+        # Keras takes them by name.
+        return str(sorted((_description(key), _description(each)) for key, each in value.items()))
     if isinstance(value, list | tuple):
         return str([_description(each) for each in value])
     if hasattr(value, "shape"):
@@ -101,7 +102,7 @@ def settings_of(value: Any) -> str:
         if value.get("class_name") == "__lambda__":
             return "lambda"  # its code has a path
         parts = [f"{key}: {settings_of(each)}" for key, each in value.items() if _counts(key, each)]
-        return f"{{{', '.join(parts)}}}"
+        return f"{{{', '.join(sorted(parts))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(settings_of, value))}]"
     if inspect.isclass(value) or inspect.isfunction(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -34,7 +34,7 @@ from strategies.keras.orders import common_seed
 from strategies.keras.shares import Share, length_of, refuse_other_rows, share_of
 from strategies.keras.state import divide_sums, refuse_different_weights
 from strategies.keras.steps import row_of_zeros
-from strategies.keras.training import Training
+from strategies.keras.training import Training, errors_as_raised
 
 Method = Callable[..., Any]
 
@@ -265,15 +265,6 @@ class LoopMethods:
         joined = np.empty_like(gathered)
         joined[np.concatenate([np.array(each, int) for each in order])] = gathered
         return joined
-
-
-def errors_as_raised() -> AbstractContextManager[None]:
-    """A context in which errors of collective calls in JAX's programs are raised as themselves."""
-    if keras.config.backend() != "jax":
-        return nullcontext()
-    from collectives.jax.host_calls import original_errors
-
-    return original_errors()
 
 
 def _step_with_a_row(step: tuple[Any, Any, Any]) -> tuple[Any, Any, list[Any]]:

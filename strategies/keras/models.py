@@ -111,13 +111,21 @@ def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     return {"_get_metrics_result_or_logs": results, "reset_metrics": reset_metrics}
 
 
+_STATE_OF_JAX = tuple(
+    f"{kind}_variables" for kind in ("trainable", "non_trainable", "optimizer", "metrics")
+)
+
+
 def _compared_once(model: Any, training: Training, function: Callable[..., Any]) -> Any:
     """The function of a training step; the first call also compares the ranks' weights."""
 
     def compared(*arguments: Any) -> Any:
         result = function(*arguments)
-        # JAX's weights are a part of the state that it returns.
-        weights = result[1][0] if keras.config.backend() == "jax" else None
+        weights = None
+        if keras.config.backend() == "jax":
+            # What Keras notes after a step, so that the variables have values after an error, too.
+            model._jax_state = dict(zip(_STATE_OF_JAX, result[1], strict=True))
+            weights = model._jax_state["trainable_variables"]
         refuse_different_weights(training, model, "after the first training step", weights)
         model.train_function = function
         return result

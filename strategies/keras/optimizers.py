@@ -21,6 +21,8 @@ def reduce_first(optimizer: Any, training: Training) -> None:
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         variables = trainable_variables
         if variables is None:
+            if not optimizer.built:
+                return kind.apply(optimizer, grads)  # which says so
             variables = optimizer._trainable_variables
         reduced = _reduced(training, number, grads, variables)
         if not training.reduces:

@@ -28,16 +28,35 @@ def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) 
     found = {id(each): each for each in [*model.variables, *inner] if id(each) not in seeds}
     variables = list(found.values())
     trained = {id(each) for each in model.trainable_variables}
+    lost = any(map(_is_lost, model.variables))
     kinds = ", ".join(
         f"{each.dtype}{list(each.shape)}{' trained' * (id(each) in trained)}" for each in variables
     )
     what = "the ranks' models differ"
-    refuse_differences(training.communicator, what, kinds)
+    refuse_differences(training.communicator, what, (_LOST if lost else "") + kinds)
+    if lost:
+        raise raised_on_all(ValueError(f"the model is {_LOST}"), training.communicator.rank)
     for variable in variables:
         array = copy_of(variable)
         training.communicator.broadcast(array)
         # On the chief as well: with JAX, two may share a buffer, which a step can't donate twice.
         variable.assign(array)
+
+
+_LOST = "without values, which JAX has lost in a step that failed: load or make it again; "
+
+
+def _is_lost(variable: Any) -> bool:
+    """Whether JAX has deleted the variable's array, or the step that computes it has failed."""
+    if keras.config.backend() != "jax":
+        return False
+    if variable._value is None or variable._value.is_deleted():
+        return True
+    try:
+        variable._value.block_until_ready()
+    except (RuntimeError, ValueError):
+        return True
+    return False
 
 
 def _seed_generators(model: Any) -> Iterable[Any]:

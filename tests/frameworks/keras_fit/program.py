@@ -866,6 +866,8 @@ def weights_that_no_reduction_keeps_equal():
         lambda: together.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[counts]),
     )
     assert not steps
+    # The variables have values again, and differ as the error says.
+    assert np.isfinite(together.predict(X[:4], verbose=0)).all()
 
     class Assigns(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -984,6 +986,11 @@ def data_that_ends_early_on_one_rank():
             f"have a further batch, ranks [{SIZE - 1}] have none",
             lambda together=together: together.fit(some(), verbose=0),
         )
+        if BACKEND == "jax" and not steps:
+            text = "without values, which JAX has lost in a step that failed"
+            raised_everywhere(ValueError, text, partial(together.predict, X, verbose=0))
+            together.set_weights([np.zeros(each.shape) for each in together.weights])
+            together.predict(X, verbose=0)
     _, together = compiled()
     together.fit(X, Y, verbose=0)
     for name, call in {
@@ -1109,6 +1116,19 @@ def errors_are_those_of_every_rank():
         raised_everywhere(
             ValueError, "the ranks' models differ", partial(each.fit, X, Y, verbose=0)
         )
+    # Keras takes inputs, outputs and losses by their names, in any order.
+    names = ("a", "b") if RANK else ("b", "a")
+    with STRATEGY.scope():
+        keras.utils.set_random_seed(1)
+        inputs = {name: keras.Input((6,), name=name) for name in "ab"}
+        outputs = {name: keras.layers.Dense(1)(inputs[name]) for name in "ab"}
+        named = keras.Model(inputs, outputs)
+        named.compile("sgd", dict.fromkeys(names, "mse"))
+    named.fit(dict.fromkeys(names, X), dict.fromkeys(names, Y), verbose=0)
+    assert_same_everywhere(weights_of(named).tobytes())
+    _, unbuilt = compiled()
+    apply = partial(unbuilt.optimizer.apply, [np.ones(2)])
+    raised_everywhere(ValueError, "must already be built", apply)
     # NumPy's numbers, whose shapes and dtypes are equal.
     epochs = np.int64(1 + RANK)
     fit = partial(together.fit, X, Y, epochs=epochs)
@@ -1438,13 +1458,30 @@ if BACKEND == "jax":
         import collectives.jax as cj
         from collectives.jax import host_calls
 
+        def failing(together):
+            if RANK == SIZE - 1:
+                communicator = together.fit.__self__._training.communicator
+                together.train_function = lambda *_: communicator.all_reduce(np.ones(2, np.int8))
+            return together
+
         _, together = compiled()
         together.train_on_batch(X, Y)
-        if RANK == SIZE - 1:
-            communicator = together.fit.__self__._training.communicator
-            together.train_function = lambda *_: communicator.all_reduce(np.ones(2, np.int8))
-        step = partial(together.train_on_batch, X, Y)
+        step = partial(failing(together).train_on_batch, X, Y)
         raised_everywhere(collectives.MismatchError, "int8", step)
+
+        def small(seed):
+            return keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+
+        # Keras assigns such averages at the end of training, after a failed step, too.
+        _, together = compiled(small, lambda: keras.optimizers.SGD(0.1, use_ema=True))
+        raised = None
+        try:
+            failing(together).fit(X, Y, batch_size=4, verbose=0)
+        except (collectives.MismatchError, TypeError) as error:
+            raised = error
+        # On the rank whose own function has failed, Keras's.
+        expected = TypeError if RANK == SIZE - 1 else collectives.MismatchError
+        assert isinstance(raised, expected), raised
         value = jnp.ones(3 + RANK)
         uses_ffi = host_calls.uses_ffi
         for used in (True, False):  # without, by pure_callback
