@@ -33,8 +33,8 @@ from strategies.keras.data import (
 from strategies.keras.orders import common_seed
 from strategies.keras.shares import Share, length_of, refuse_other_rows, share_of
 from strategies.keras.state import divide_sums, refuse_different_weights
-from strategies.keras.steps import row_of_zeros
-from strategies.keras.training import Training, errors_as_raised
+from strategies.keras.steps import errors_as_raised, row_of_zeros
+from strategies.keras.training import Training
 
 Method = Callable[..., Any]
 

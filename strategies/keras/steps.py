@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -116,3 +117,21 @@ def _predict_in_jax(model: Any, step: Step, state: Any, data: Any) -> Any:
 
 def _no_rows(outputs: Any) -> Any:
     return keras.tree.map_structure(lambda each: each[:0], outputs)
+
+
+@contextmanager
+def errors_as_raised() -> Iterator[None]:
+    """A context in which errors of collective calls in JAX's programs are raised as themselves."""
+    if keras.config.backend() != "jax":
+        yield
+        return
+    from collectives.jax.host_calls import original_errors, raise_original
+
+    with original_errors():
+        try:
+            yield
+        except (TypeError, RuntimeError) as error:
+            # Keras's `fit` ends training then, too, and fails for lack of the variables' values.
+            for each in (error, error.__context__):
+                raise_original(each)
+            raise

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-import keras
 import numpy as np
 
 from collectives import CollectiveMismatchError, Communicator
@@ -17,25 +16,6 @@ from collectives.consistency.uncaught import raised_on_all
 from strategies.core.options import ReduceOp
 
 Positions = tuple[int, ...]
-
-
-@contextmanager
-def errors_as_raised() -> Iterator[None]:
-    """A context in which errors of collective calls in JAX's programs are raised as themselves."""
-    if keras.config.backend() != "jax":
-        yield
-        return
-    from collectives.jax.host_calls import original_errors, raise_original
-
-    with original_errors():
-        try:
-            yield
-        except (TypeError, RuntimeError) as error:
-            # Keras's `fit` ends training then, too, and fails for lack of the variables' values.
-            for each in (error, error.__context__):
-                raise_original(each)
-            raise
-
 
 _ENDED = 0
 """The number of ranks that have no further batch; optimizers have numbers from 1."""
