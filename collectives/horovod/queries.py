@@ -12,11 +12,6 @@ def mpi_threads_supported() -> bool:
     return True
 
 
-def mpi_enabled() -> bool:
-    """True."""
-    return True
-
-
 def mpi_built() -> bool:
     """True."""
     return True
@@ -36,26 +31,10 @@ def nccl_built() -> int:
     return 0 if driver.problem() else driver.version()
 
 
-def gloo_enabled() -> bool:
-    """False."""
-    return False
-
-
 def gloo_built() -> bool:
     """False."""
     return False
 
 
-def ddl_built() -> bool:
-    """False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False."""
-    return False
-
-
-def rocm_built() -> bool:
-    """False."""
-    return False
+mpi_enabled = mpi_built
+gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
