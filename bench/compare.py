@@ -67,7 +67,7 @@ def _results(sections: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, float, f
     """Each row's median and its peer's ratio."""
     for section in sections:
         header = section["header"]
-        run = header["ranks"], header["mpi"].partition(" ")[0]
+        run = header["ranks"], header["mpi"].rpartition(" ")[0]
         for row in section["rows"]:
             for place in ("out_of_place", "in_place"):
                 result = row[place]

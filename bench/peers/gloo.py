@@ -134,7 +134,7 @@ class GlooPeer(Peer):
 def _missing() -> bool:
     try:
         import torch.distributed  # noqa: F401 (tried here)
-    except ImportError:
+    except Exception:  # also an OSError of its libraries
         return True
     return False
 

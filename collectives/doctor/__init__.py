@@ -70,7 +70,9 @@ def main(limit: float = _LIMIT, *, links: bool = False) -> int:
     launcher = find_launcher(os.environ)
     # A number beyond the last one is a mistake that no other process reports.
     beyond = bool(launcher.variable) and launcher.rank >= launcher.size
-    first = load().COMM_WORLD.rank == 0 if is_initialized() else launcher.rank == 0
+    # Without mpirun no variable says which rank this is.
+    started = is_initialized() and not (mpi := load()).Is_finalized()
+    first = mpi.COMM_WORLD.rank == 0 if started else launcher.rank == 0
     report = Report(prints=first or beyond)
     report_python(report)
     findings = report_gpu(report)

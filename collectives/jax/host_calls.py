@@ -60,6 +60,7 @@ def original_errors() -> Iterator[None]:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise_original(error)
+        _Failure.error = None
         raise
 
 

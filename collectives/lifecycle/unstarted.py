@@ -9,12 +9,15 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from select import select
 from types import TracebackType
 
 from collectives.consistency.uncaught import drain_output
 from collectives.launching.launcher import started_by_mpi
 from collectives.launching.library import is_initialized
 
+# mpirun may have ended, or another process may have read the answer.
+_ANSWER_SECONDS = 5.0
 _INIT = b"cmd=init pmi_version=1 pmi_subversion=1\n"
 
 _earlier_hook = sys.excepthook
@@ -49,6 +52,6 @@ def _open_pmi() -> None:
         drain_output()
         pmi = int(os.environ["PMI_FD"])
         os.write(pmi, _INIT)
-        # A later program of the same shell would read the rest of the answer.
-        while os.read(pmi, 1) not in (b"\n", b""):
+        # A later program of the same shell would read what is left of the answer.
+        while select([pmi], [], [], _ANSWER_SECONDS)[0] and os.read(pmi, 1) not in (b"\n", b""):
             continue

@@ -22,7 +22,7 @@ from strategies.core.values import content, whole_number
 
 _NUMBERED = re.compile(r".*-([0-9]+)\.safetensors")
 
-# A file that is being written, as by other ranks that save without a strategy, has changed since.
+# A file that is being written, as by other ranks that save without a strategy, changes more often.
 _ABANDONED_SECONDS = 3600.0
 
 
@@ -172,7 +172,7 @@ class CheckpointManager:
         whole = Path(self.directory, self._name)
         own = re.compile(rf"\.{re.escape(whole.name)}-[0-9]+{re.escape(SUFFIX)}\..*").fullmatch
         for partial in whole.parent.glob(f".*{PARTIAL}"):
-            # It may have got its name by now.
+            # It may have been renamed.
             with suppress(FileNotFoundError):
                 seconds = time.time() - partial.stat().st_mtime
                 if own(partial.name) and seconds > _ABANDONED_SECONDS:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -183,10 +183,16 @@ class OptimizerState(State):
     def save(self) -> Mapping[str, Array]:
         """The optimizer's tensors, with paths in place of the numbers of variables."""
         tensors = super().save()
-        numbers = [int(slot[2]) for slot in map(_SLOT, tensors) if slot]
-        prefixes = self._prefixes(1 + max(numbers, default=0))
+        named = self._named()
+        taken = sorted(named)
+
+        def prefix(number: int) -> str:
+            if number in named:
+                return f"slots_of/{named[number]}"
+            return f"slots/{number - bisect_left(taken, number)}"
+
         return {
-            f"{prefixes[int(slot[2])]}/{slot[4]}" if (slot := _SLOT(name)) else name: array
+            f"{prefix(int(slot[2]))}/{slot[4]}" if (slot := _SLOT(name)) else name: array
             for name, array in tensors.items()
         }
 
@@ -214,24 +220,28 @@ class OptimizerState(State):
             if slot[3]:
                 # Creates the slots now: processes may number the variables differently.
                 self.optimizer.slots_of(self.variables[slot[3]].storage, names)
-        # Values that were never updated have numbers without slots.
-        last = max((int(slot[2]) for slot in slots.values() if slot[2]), default=0)
-        prefixes = self._prefixes(len(self.optimizer.values) + last + 1)
-        numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+        named = self._named()
+        taken = sorted(named)
+        number_of = {path: number for number, path in named.items()}
+
+        def number(slot: re.Match[str]) -> int:
+            if slot[3]:
+                return number_of[slot[3]]
+            found = int(slot[2])
+            for each in taken:  # a named variable's number
+                found += each <= found
+            return found
+
         super().restore(
             {
-                f"slots/{numbers[slots[name][1]]}/{slots[name][4]}" if name in slots else name: each
+                f"slots/{number(slots[name])}/{slots[name][4]}" if name in slots else name: each
                 for name, each in tensors.items()
             }
         )
 
-    def _prefixes(self, count: int) -> list[str]:
-        """The prefixes of the slots' names in the file, by the optimizer's variable numbers."""
-        paths = {
-            self.optimizer.number_of(each.storage): path for path, each in self.variables.items()
+    def _named(self) -> dict[int, str]:
+        """The paths of variables in the checkpoint, by the optimizer's numbers of them."""
+        numbers = {
+            path: self.optimizer.number_of(each.storage) for path, each in self.variables.items()
         }
-        unnamed = itertools.count()
-        return [
-            f"slots_of/{paths[number]}" if number in paths else f"slots/{next(unnamed)}"
-            for number in range(count)
-        ]
+        return {number: path for path, number in numbers.items() if number is not None}

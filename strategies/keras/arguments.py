@@ -11,12 +11,19 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 
+from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import refuse_differences
-from strategies.keras.state import copy_of, learning_rates
+from strategies.keras.state import copy_of, has_lost_values, learning_rates
 from strategies.keras.training import Training
 
 _RANKS_OWN = ("callbacks", "verbose", "return_dict")
 _NO_SETTINGS = ("name", "registered_name", "shared_object_id", "build_config")
+
+
+_LOST = (
+    "the model has no values, which JAX has lost in a step that failed: make and compile it again,"
+    " then load its weights"
+)
 
 
 def agreed_arguments(
@@ -27,8 +34,9 @@ def agreed_arguments(
     `compiled` is how often the model was compiled, which must be equal, too.
     """
     given = _bound(getattr(keras.Model, name), model, args, kwargs)
+    lost = has_lost_values(model)
     compared = {key: value for key, value in given.items() if key not in _RANKS_OWN}
-    if name == "train_on_batch":
+    if name == "train_on_batch" and not lost:
         # The other loops take the chief's.
         compared["learning_rate"] = [float(copy_of(each)) for each in learning_rates(model)]
         compared["trained weights"] = len(model.trainable_variables)
@@ -37,9 +45,11 @@ def agreed_arguments(
     refuse_differences(
         training.communicator,
         f"{name}: the ranks' arguments differ",
-        ", ".join(filter(None, [text, times])),
+        ", ".join(filter(None, [text, times, _LOST if lost else ""])),
         call=f"{name}, a call for every rank",
     )
+    if lost:
+        raise raised_on_all(ValueError(f"{name}: {_LOST}"), training.communicator.rank)
     return given
 
 
@@ -102,7 +112,7 @@ def settings_of(value: Any) -> str:
         if value.get("class_name") == "__lambda__":
             return "lambda"  # its code has a path
         parts = [f"{key}: {settings_of(each)}" for key, each in value.items() if _counts(key, each)]
-        return f"{{{', '.join(sorted(parts))}}}"
+        return f"{{{', '.join(parts)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(settings_of, value))}]"
     if inspect.isclass(value) or inspect.isfunction(value):

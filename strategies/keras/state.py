@@ -28,14 +28,11 @@ def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) 
     found = {id(each): each for each in [*model.variables, *inner] if id(each) not in seeds}
     variables = list(found.values())
     trained = {id(each) for each in model.trainable_variables}
-    lost = any(map(_is_lost, model.variables))
     kinds = ", ".join(
         f"{each.dtype}{list(each.shape)}{' trained' * (id(each) in trained)}" for each in variables
     )
     what = "the ranks' models differ"
-    refuse_differences(training.communicator, what, (_LOST if lost else "") + kinds)
-    if lost:
-        raise raised_on_all(ValueError(f"the model is {_LOST}"), training.communicator.rank)
+    refuse_differences(training.communicator, what, kinds)
     for variable in variables:
         array = copy_of(variable)
         training.communicator.broadcast(array)
@@ -43,17 +40,30 @@ def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) 
         variable.assign(array)
 
 
-_LOST = "without values, which JAX has lost in a step that failed: load or make it again; "
+def has_lost_values(model: Any) -> bool:
+    """Whether a failed step of JAX has left variables of the model without values.
 
-
-def _is_lost(variable: Any) -> bool:
-    """Whether JAX has deleted the variable's array, or the step that computes it has failed."""
+    Keras takes the values from the variables before a loop's first step, and returns them at its
+    end, which another error than the step's may have prevented: they are returned now.
+    """
     if keras.config.backend() != "jax":
         return False
-    if variable._value is None or variable._value.is_deleted():
+    for name, arrays in (getattr(model, "_jax_state", None) or {}).items():
+        of_optimizer = name == "optimizer_variables"
+        variables = model.optimizer.variables if of_optimizer else getattr(model, name)
+        for variable, array in zip(variables, arrays, strict=True):
+            if _is_lost(variable._value) and not _is_lost(array):
+                variable.assign(array)
+    inner = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
+    return any(_is_lost(variable._value) for variable in [*model.variables, *inner])
+
+
+def _is_lost(array: Any) -> bool:
+    """Whether JAX has deleted the array, or what computes it has failed."""
+    if array is None or array.is_deleted():
         return True
     try:
-        variable._value.block_until_ready()
+        array.block_until_ready()
     except (RuntimeError, ValueError):
         return True
     return False

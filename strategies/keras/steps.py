@@ -131,7 +131,8 @@ def errors_as_raised() -> Iterator[None]:
         try:
             yield
         except (TypeError, RuntimeError) as error:
+            raise_original(error)
             # Keras's `fit` ends training then, too, and fails for lack of the variables' values.
-            for each in (error, error.__context__):
-                raise_original(each)
+            if error.__cause__ is None:
+                raise_original(error.__context__)
             raise

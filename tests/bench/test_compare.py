@@ -15,7 +15,7 @@ def recorded(folder, name, seconds, ratio, ranks=2):
     row = {"nbytes": 1 << 20, "out_of_place": result(1), "in_place": result(2)}
     only = {"nbytes": 8, "out_of_place": None, "in_place": result(1)}
     path = folder / f"{name}.json"
-    header = {"ranks": ranks, "mpi": "MPICH 5.0.2"}
+    header = {"ranks": ranks, "mpi": "Open MPI 5.0.11"}
     sections = [
         {"header": header, "title": title, "rows": [row]}
         for title, row in (("all_reduce", row), (name[0], only))
@@ -31,15 +31,16 @@ def test_medians_of_the_rows_that_both_have(tmp_path, capsys):
     after = [recorded(tmp_path, "b", 2e-6, 2.0)]
     compare.main(["--before", *map(str, before), "--after", *map(str, after)])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| 2 | MPICH | all_reduce | 1M | out of place | 4.0 | 2.0 | 2.00 | 1.00 | 2.00 |",
-        "| 2 | MPICH | all_reduce | 1M | in place | 2.0 | 1.0 | 2.00 | 2.00 | 4.00 |",
+        "| 2 | Open MPI | all_reduce | 1M | out of place | 4.0 | 2.0 | 2.00 | 1.00 | 2.00 |",
+        "| 2 | Open MPI | all_reduce | 1M | in place | 2.0 | 1.0 | 2.00 | 2.00 | 4.00 |",
     ]
 
 
 def test_a_row_without_a_peer(tmp_path):
     one = compare.read([recorded(tmp_path, "a", 1e-6, None)])
     assert (
-        compare.table(one, one)[-1] == "| 2 | MPICH | a | 8 | in place | 1.0 | 1.0 | 1.00 |  |  |"
+        compare.table(one, one)[-1]
+        == "| 2 | Open MPI | a | 8 | in place | 1.0 | 1.0 | 1.00 |  |  |"
     )
     with pytest.raises(ValueError, match="no row in common"):
         compare.table(one, {})

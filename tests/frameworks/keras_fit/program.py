@@ -987,10 +987,10 @@ def data_that_ends_early_on_one_rank():
             lambda together=together: together.fit(some(), verbose=0),
         )
         if BACKEND == "jax" and not steps:
-            text = "without values, which JAX has lost in a step that failed"
-            raised_everywhere(ValueError, text, partial(together.predict, X, verbose=0))
-            together.set_weights([np.zeros(each.shape) for each in together.weights])
-            together.predict(X, verbose=0)
+            for call in (together.predict, together.train_on_batch):
+                given = (X, Y)[: 1 + (call == together.train_on_batch)]
+                text = "the model has no values, which JAX has lost in a step that failed"
+                raised_everywhere(ValueError, text, partial(call, *given))
     _, together = compiled()
     together.fit(X, Y, verbose=0)
     for name, call in {
@@ -1123,9 +1123,13 @@ def errors_are_those_of_every_rank():
         inputs = {name: keras.Input((6,), name=name) for name in "ab"}
         outputs = {name: keras.layers.Dense(1)(inputs[name]) for name in "ab"}
         named = keras.Model(inputs, outputs)
-        named.compile("sgd", dict.fromkeys(names, "mse"))
-    named.fit(dict.fromkeys(names, X), dict.fromkeys(names, Y), verbose=0)
-    assert_same_everywhere(weights_of(named).tobytes())
+        named.compile("sgd", dict.fromkeys("ab", "mse"))
+    data = {name: X + index for index, name in enumerate("ab")}
+    targets = {name: Y + 9 * index for index, name in enumerate("ab")}
+    data, targets = ({name: each[name] for name in names} for each in (data, targets))
+    history = named.fit(data, targets, verbose=0).history
+    assert history["b_loss"][0] > 9 * history["a_loss"][0]
+    assert_same_everywhere((weights_of(named).tobytes(), history))
     _, unbuilt = compiled()
     apply = partial(unbuilt.optimizer.apply, [np.ones(2)])
     raised_everywhere(ValueError, "must already be built", apply)
