@@ -55,8 +55,8 @@ class DatasetWorker:
     tensors, and everything else by pickle.
 
     If a rank breaks out of its loop, the batches that were sent to it, and that it has not taken,
-    go to the other ranks, unless they have received the end of the epoch. Batches that were sent to
-    a rank before it died are lost.
+    go to the other ranks, unless the data task has read its dataset to the end. Batches that were
+    sent to a rank before it died are lost.
 
     Without a data task no rank serves: each of the W training ranks iterates the dataset by itself
     and takes every W-th batch of it, so that a program on one rank simply iterates it. Shuffles
@@ -101,11 +101,13 @@ class DatasetWorker:
                 kind = type(make_dataset).__name__
                 raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
             credits = whole_number("credits", credits, 1)
-            seed = draw_seed(by_torch=sys.modules.get("torch") is not None) if divided else 0
+            seed = _drawn_seed() if divided else 0
         # As a waiting call, too: of ranks that never come.
         what = "DatasetWorker, whose arguments must be alike"
         refuse_differences(ranks, what, f"agreed={agreed}")
         self._seed = ranks.all_gather_object(seed)[0] if divided else None
+        if membership is None and _is_one_of_several_workers(strategy):
+            self._seed = strategy.chief_first(_drawn_seed, "DatasetWorker")
         self._digest = ""
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
@@ -252,3 +254,15 @@ class DatasetWorker:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # What has failed here may keep this rank from doing what others wait for.
         (self.close if error is None else self._take_no_more)()
+
+
+def _drawn_seed() -> int:
+    return draw_seed(by_torch=sys.modules.get("torch") is not None)
+
+
+def _is_one_of_several_workers(strategy: Any) -> bool:
+    """Whether this rank is one of the workers of parameter servers that divide the data."""
+    roles = getattr(strategy, "roles", None)
+    if roles is None or strategy.membership.world.rank not in roles.workers:
+        return False
+    return bool(strategy.input_context.num_input_pipelines > 1)

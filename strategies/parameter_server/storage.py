@@ -261,7 +261,7 @@ class ShardedVariable(Variable):
             number = operator.index(first)
             if not -self.shape[0] <= number < self.shape[0]:
                 raise IndexError(f"row {number}: {self} has rows 0 to {self.shape[0] - 1}")
-            return self.storage.rows(np.array([number % self.shape[0]]))[0][rest or ...]
+            return self.storage.rows(np.array([number % self.shape[0]]))[(0, *rest)]
         return super().__getitem__(index)
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from strategies import ClusterSpec, DatasetWorker, ParameterServerStrategy, Variable, optimizers
 from strategies.cluster_resolver import SimpleClusterResolver
+from strategies.input import make_numpy_dataset
 from tests.worlds.programs import errors_of
 
 BATCHES = 9
@@ -146,6 +147,18 @@ def test_ranks_may_end_in_every_order(comm):
             assert len(numbers) == len(set(numbers)), (data_tasks, form.__name__)
         else:
             assert numbers == wanted, (data_tasks, form.__name__)
+    comm.deadline = before
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4)
+def test_without_a_data_task_workers_shuffle_alike(comm):
+    before, comm.deadline = comm.deadline, DEADLINE
+    strategy = ParameterServerStrategy(resolver_of(comm.rank, comm.size, 0), communicator=comm)
+    data = DatasetWorker(strategy, lambda _: make_numpy_dataset(np.arange(24)).shuffle(24).batch(2))
+    taken = serve_or(strategy, data, lambda: [int(each) for batch in data for each in batch])
+    strategy.shutdown()
+    assert sorted(itertools.chain(*comm.all_gather_object(taken))) == list(range(24))
     comm.deadline = before
 
 

@@ -83,6 +83,7 @@ def test_it_reads_and_computes_as_a_whole(comm, server):
             (4, slice(None, 2)),
             (7, 1),
             np.array([1, 12, 1]),
+            (4, None, [0, 2]),
             ...,
             (),
             None,
