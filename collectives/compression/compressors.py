@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -40,8 +40,11 @@ class Compressor(ABC):
         """The approximate sum, which may be `flat`."""
 
     @abstractmethod
-    def commit(self) -> None:
-        """Keep what the last sum has left out. Without this call it might not have been made."""
+    def commit(self, without: Collection[int]) -> None:
+        """Keep what the last sum has left out, but of the arrays of these numbers.
+
+        Of those, and without this call, the sum might not have been made.
+        """
 
     def _sent(self, *arrays: Array) -> None:
         self.bytes_sent += sum(each.nbytes for each in arrays)
@@ -62,7 +65,7 @@ class Cast(Compressor):
         convert(narrow, flat)
         return flat
 
-    def commit(self) -> None:
+    def commit(self, without: Collection[int]) -> None:
         """Nothing is kept: what rounding leaves out is lost."""
 
 
@@ -81,11 +84,13 @@ class PowerSGD(Compressor):
         self._matrices: list[tuple[slice, tuple[int, int]]] = []
         self._whole: list[slice] = []
         self._factors: list[Array] = []
+        self._numbers: list[int] = []
         begin = 0
-        for shape in shapes:
+        for number, shape in enumerate(shapes):
             place = slice(begin, begin := begin + math.prod(shape))
             rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
             if (rows + columns) * rank < rows * columns:
+                self._numbers.append(number)
                 self._matrices.append((place, (rows, columns)))
                 self._factors.append(generator.standard_normal((columns, rank)).astype(dtype))
             else:
@@ -113,17 +118,23 @@ class PowerSGD(Compressor):
             left = lefts[number]
             np.matmul(left, rights[number].T, out=flat[place].reshape(shape))
             errors.append(matrices[number] - left @ own[number].T)
-        # From a column of zeros, the next power iteration would begin nowhere.
+        # From a column of zeros, the next power iteration would begin nowhere. Columns of the
+        # gradients' magnitude would square it there, beyond the range of the dtype.
         factors = [
-            np.where(new.any(axis=0), new, old)
+            np.where(largest > 0, new / largest, old)
             for new, old in zip(rights, self._factors, strict=True)
+            for largest in [np.abs(new).max(axis=0)]
         ]
         self._next = factors, errors
         return flat
 
-    def commit(self) -> None:
+    def commit(self, without: Collection[int]) -> None:
         """The new factors are those of the next sum."""
-        self._factors, self._errors = self._next
+        factors, errors = map(list, self._next)
+        for place, number in enumerate(self._numbers):
+            if number in without:
+                factors[place], errors[place] = self._factors[place], self._errors[place]
+        self._factors, self._errors = factors, errors
 
 
 class TopK(Compressor):
@@ -166,8 +177,11 @@ class TopK(Compressor):
         np.add.at(flat, places, parts)
         return flat
 
-    def commit(self) -> None:
+    def commit(self, without: Collection[int]) -> None:
         """What was not sent is added to the next sum."""
+        for number in without:
+            begin, end, _ = self._places[number]
+            self._next[begin:end] = self._errors[begin:end]
         self._errors = self._next
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,7 +73,12 @@ class CompressedReducer:
         return self._bytes_sent if self._last is None else self._last.bytes_sent
 
     def all_reduce_many(
-        self, arrays: Sequence[Any], op: ReduceOp | str = "mean", *, of: Hashable = None
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str = "mean",
+        *,
+        of: Hashable = None,
+        commit: bool = True,
     ) -> list[np.ndarray[Any, Any]]:
         """The approximate sums or means over all ranks, as new arrays. Collective.
 
@@ -82,6 +87,8 @@ class CompressedReducer:
             of BLAS threads are equal; all others on all nodes.
         of: a name of the list, whose `repr` is equal on all ranks. Lists of different names share
         no errors that are fed back.
+        commit: whether what is left out is added to the next call, if all results are finite; else
+            `commit` does so.
 
         Raises on every rank: ValueError for an op that is neither "sum" nor "mean", and for shapes,
         dtypes or an op other than in the first call of the name; TypeError for dtypes that can't be
@@ -106,19 +113,23 @@ class CompressedReducer:
         reduced = self._communicator.all_reduce_many(exact, op) if exact else []
         for number, array in zip(known.others, reduced, strict=True):
             results[number] = array
-        keeps = any(part.compressor.feeds_back for part in known.parts)
-        finite = not keeps or all(bool(np.isfinite(each).all()) for each in reduced)
         for part in known.parts:
             flat = self._sum(part, given, op)
-            finite = finite and (not keeps or bool(np.isfinite(flat).all()))
             for number, array in zip(part.numbers, part.cut(flat), strict=True):
                 results[number] = array
         known.steps += 1
-        if finite:
-            # A failed step, and one with infinite gradients, which programs skip, leave no trace.
-            for part in known.parts:
-                part.compressor.commit()
+        # A failed step, and one with infinite gradients, which programs skip, leave no trace.
+        if commit and known.keeps and all(bool(np.isfinite(each).all()) for each in results):
+            known.commit(())
         return results
+
+    def commit(self, of: Hashable = None, without: Collection[int] = ()) -> None:
+        """Add what the last call of that name has left out to the next one. Not collective.
+
+        On every rank alike, once for a call with `commit=False`. `without`: the places of arrays
+        whose results are not used: they count as not given.
+        """
+        self._lists[of].commit(without)
 
     def forget(self, of: Hashable) -> None:
         """Release what was left out of the list of that name, if there is one. Not collective.
@@ -207,6 +218,14 @@ class _List:
             self.parts.append(_Part(numbers, shapes, make(shapes, dtype)))
         compressed = {number for part in self.parts for number in part.numbers}
         self.others = [number for number in range(len(given)) if number not in compressed]
+
+        self.keeps = any(part.compressor.feeds_back for part in self.parts)
+        """Whether something is left out."""
+
+    def commit(self, without: Collection[int]) -> None:
+        """Keep what the last call has left out, but of the arrays at these places."""
+        for part in self.parts:
+            part.compressor.commit({n for n, each in enumerate(part.numbers) if each in without})
 
     @property
     def bytes_sent(self) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer
-from collectives.torch.buckets import Bucket, CompressedBucket, DenseBucket, Member
+from collectives.torch.buckets import Bucket, DenseBucket, Member
+from collectives.torch.compressed_bucket import CompressedBucket
 from collectives.torch.sparse_bucket import SparseBucket
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20

@@ -6,16 +6,14 @@ them. Every rank makes the calls of all buckets in the order of the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
-from weakref import finalize
 
 import numpy as np
 import torch
 
 from collectives.arrays.tensors import from_torch, to_torch
 from collectives.communicator import Communicator
-from collectives.compression import CompressedReducer, ListName
 
 Finish = Callable[[], None]
 
@@ -67,6 +65,9 @@ class Bucket(Protocol):
     on_gpu: bool
     """Whether they are made in the order of blocking calls, asynchronous or not."""
 
+    compresses: bool = False
+    """Whether a reduction may leave something out, which `commit` adds to the next one."""
+
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Reduce the gradients, or start to; the result is complete after the returned function.
 
@@ -76,6 +77,10 @@ class Bucket(Protocol):
 
     def holds(self, parameter: Any) -> bool:
         """Whether the parameter's gradient may still be the result of a reduction."""
+
+    def commit(self, absent: Collection[int]) -> None:
+        """Keep what the reduction has left out, but of parameters of these ids."""
+        return
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A reduction of all these buckets begins, with the first gradient that arrives."""
@@ -252,32 +257,6 @@ class DenseBucket(Bucket):
     def _finish(self) -> None:
         if self._sent is not self._flat:
             self._flat.copy_(self._sent)
-
-
-class CompressedBucket(DenseBucket):
-    """Parameters of one dtype on the CPU, whose gradients are compressed between nodes."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        members: Sequence[Member],
-        compressed: CompressedReducer,
-        what: str,
-    ) -> None:
-        super().__init__(comm, members, None, what)
-        self._compressed = compressed
-        self._name = ListName(f"{what}, {members[0].name} to {members[-1].name}")
-        finalize(self, compressed.forget, self._name).atexit = False
-
-    def _reduce(self, op: str, overlap: bool) -> Finish:
-        """Never on a thread: the reducer makes several calls, of which only the first compares."""
-        assert not overlap
-        # In the shapes of the parameters, which PowerSGD takes as matrices.
-        gradients = [from_torch(place, "gradients") for place in self._places]
-        reduced = self._compressed.all_reduce_many(gradients, op, of=self._name)
-        for gradient, result in zip(gradients, reduced, strict=True):
-            gradient[...] = result
-        return self._finish
 
 
 def kind_of(parameter: Any) -> tuple[Any, Any, tuple[int, ...]]:

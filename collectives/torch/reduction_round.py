@@ -155,11 +155,23 @@ class Round:
         failed = self._finish() or failed
         if failed is not None:
             raise self._translated(failed) from None
+        absent = set()
         if optional:
             self._comm.all_reduce(present, "max", out=present)
             self.some_late = self.some_late or bool(present[0])
             for each in compress(optional, present[1:] == 0):
                 each.parameter.grad = None
+                absent.add(id(each.parameter))
+        # All buckets or none: programs skip a step whose gradients aren't finite.
+        if any(bucket.compresses for bucket in self._buckets) and self._is_finite():
+            for bucket in self._buckets:
+                bucket.commit(absent)
+
+    def _is_finite(self) -> bool:
+        members = (member for bucket in self._buckets for member in bucket.members)
+        found = (each.parameter.grad for each in members)
+        values = (each._values() if each.is_sparse else each for each in found if each is not None)
+        return all(bool(torch.isfinite(each).all()) for each in values)
 
     def refuse(self, reason: str) -> CollectiveError:
         """End the round without the remaining calls; the error that every rank raises."""

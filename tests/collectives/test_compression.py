@@ -388,3 +388,19 @@ def test_between_processes(comm):
                 if compression in ("float16", "bfloat16") or each.ndim == 0:
                     np.testing.assert_allclose(each, due, atol=0.02)
             check_same_on_all(comm.all_gather_object(result))
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e24])
+def test_powersgd_of_large_and_small_gradients(scale):
+    def steps(comm):
+        reducer = CompressedReducer(comm, "powersgd(2)")
+        chance = np.random.default_rng(comm.rank)
+        # The sum of two matrices of rank 1 is a matrix of rank 2.
+        left, right = chance.standard_normal((2, 30)), chance.standard_normal((2, 20))
+        given = (scale * np.outer(left[0], right[0])).astype("float32")
+        for _ in range(4):
+            (result,) = reducer.all_reduce_many([given], "sum")
+        return given, result
+
+    (first, result), (second, _) = on_nodes([0, 1], steps)
+    np.testing.assert_allclose(result, first + second, rtol=0, atol=1e-4 * scale)

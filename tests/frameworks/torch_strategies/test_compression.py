@@ -175,3 +175,62 @@ def test_an_interrupted_backward_leaves_no_trace(torch, nodes):
     del model, models, optimizer, optimizers, own, other
     gc.collect()
     assert not strategy.compressed._lists
+
+
+def parameters_of(torch, strategy, dtypes):
+    """One for each dtype, each with an optimizer that subtracts its gradients."""
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.zeros(8, 6, dtype=each)) for each in dtypes]
+    )
+    optimizers = [torch.optim.SGD([each], 1.0) for each in model]
+    strategy.distribute(model, optimizers, unused="zeros")
+    return model, optimizers
+
+
+def check_sent(torch, model, optimizers, totals):
+    """What was left out arrives in steps without gradients: nothing was lost."""
+    for _ in range(24):
+        model.zero_grad()
+        sum((each * 0).sum() for each in model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for own, total in zip(model, totals, strict=True):
+        torch.testing.assert_close(own.detach(), -total, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("compression", ["topk(0.2)", "powersgd(1)"])
+def test_parameters_without_gradients_lose_nothing(torch, nodes, compression):
+    """Such as two networks that are trained in turn."""
+    model, optimizers = parameters_of(torch, strategy_of(nodes, compression), [torch.float32] * 2)
+    totals = [torch.zeros(8, 6) for _ in model]
+    chance = torch.Generator().manual_seed(0)
+    for number in range(6):
+        turn = number % 2
+        given = torch.randn(nodes.size, 8, 6, generator=chance)
+        totals[turn] += given.mean(0)
+        model.zero_grad()
+        (model[turn] * given[nodes.rank]).sum().backward()
+        optimizers[turn].step()
+    check_sent(torch, model, optimizers, totals)
+
+
+@pytest.mark.parametrize("compression", ["topk(0.2)", "powersgd(1)"])
+def test_a_skipped_step_loses_nothing_of_another_dtype(torch, nodes, compression):
+    dtypes = torch.float32, torch.float64
+    model, optimizers = parameters_of(torch, strategy_of(nodes, compression), dtypes)
+    totals = [torch.zeros(8, 6, dtype=each) for each in dtypes]
+    chance = torch.Generator().manual_seed(0)
+    for number in range(6):
+        given = torch.randn(nodes.size, 8, 6, generator=chance)
+        skipped = number in (1, 4)
+        model.zero_grad()
+        loss = sum((each * given[nodes.rank]).sum() for each in model)
+        if skipped and nodes.rank == 1:
+            loss = loss + (model[number // 3] * torch.inf).sum()
+        loss.backward()
+        assert all(bool(each.grad.isfinite().all()) for each in model) == (not skipped)
+        for own, total, optimizer in zip(model, totals, optimizers, strict=True):
+            if not skipped:
+                total += given.mean(0).to(own.dtype)
+                optimizer.step()
+    check_sent(torch, model, optimizers, totals)
