@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -49,7 +50,7 @@ class DatasetClient:
                     continue
                 number, header = answer
                 wanted.append(self._request(server, Next(epoch, number)))
-                yield batches.unpack(header, arrays)
+                yield batches.unpack(pickle.loads(header), arrays)
                 self._refuse_earlier(epoch)
         finally:
             for _, request in wanted:

@@ -7,6 +7,7 @@ batches, and no rank holds more than it may.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -187,7 +188,9 @@ class DatasetServer:
         """Whether the dataset had one more batch; without one, the epoch ends."""
         assert self._source is not None
         for number, batch in self._source:
-            self._ready.append((number, batches.pack(batch)))
+            header, arrays = batches.pack(batch)
+            # Now: the dataset may reuse what the header refers to, such as arrays of objects.
+            self._ready.append((number, (pickle.dumps(header), arrays)))
             return True
         if not self._ready:
             self._next_epoch()

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections import namedtuple
 from functools import partial
@@ -329,6 +330,38 @@ def test_a_batch_arrives_as_it_was(comm):
     assert came["names"][2].tolist() == ["ab", "c"]
     assert came["objects"].tolist() == [{1}, "x"]
     assert came["time"] == batch["time"]
+
+
+def test_a_dataset_may_reuse_its_arrays():
+    """Also those of objects, in batches that another rank has not taken."""
+    left = threading.Event()
+
+    class Reusing:
+        def __iter__(self):
+            numbers, names = np.zeros(1, int), np.array([""], object)
+            for number in range(8):
+                numbers[:], names[:] = number, f"name {number}"
+                yield numbers, names
+
+    def body(comm):
+        with worker_of(comm, lambda context: Reusing(), agreed=False) as data:
+            if data.serves:
+                data.serve(1)
+                return []
+            if comm.rank == 0:
+                batches = iter(data)
+                taken = [next(batches)]
+                batches.close()
+                left.set()
+            else:
+                batches = iter(data)
+                taken = [next(batches)]
+                assert left.wait(20)
+                taken += batches
+            return [(int(numbers[0]), names[0]) for numbers, names in taken]
+
+    first, second, _ = on_threads(3, body)
+    assert sorted(first + second) == [(number, f"name {number}") for number in range(8)]
 
 
 def test_tensors_come_back_as_tensors():
