@@ -107,7 +107,9 @@ class DatasetWorker:
         refuse_differences(ranks, what, f"agreed={agreed}")
         self._seed = ranks.all_gather_object(seed)[0] if divided else None
         if membership is None and _is_one_of_several_workers(strategy):
-            self._seed = strategy.chief_first(_drawn_seed, "DatasetWorker")
+            # Drawn on every worker, of which torch's generators stay equal.
+            own = _drawn_seed()
+            self._seed = strategy.chief_first(lambda: own, "DatasetWorker")
         self._digest = ""
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None

@@ -13,17 +13,11 @@ from keras.src.trainers.data_adapters import array_slicing
 
 from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import refuse_differences
-from strategies.keras.state import copy_of, has_lost_values, learning_rates
+from strategies.keras.state import LOST, copy_of, has_lost_values, learning_rates
 from strategies.keras.training import Training
 
 _RANKS_OWN = ("callbacks", "verbose", "return_dict")
 _NO_SETTINGS = ("name", "registered_name", "shared_object_id", "build_config")
-
-
-_LOST = (
-    "the model has no values, which JAX has lost in a step that failed: make and compile it again,"
-    " then load its weights"
-)
 
 
 def agreed_arguments(
@@ -34,7 +28,7 @@ def agreed_arguments(
     `compiled` is how often the model was compiled, which must be equal, too.
     """
     given = _bound(getattr(keras.Model, name), model, args, kwargs)
-    lost = has_lost_values(model)
+    lost = has_lost_values(training, model)
     compared = {key: value for key, value in given.items() if key not in _RANKS_OWN}
     if name == "train_on_batch" and not lost:
         # The other loops take the chief's.
@@ -45,11 +39,11 @@ def agreed_arguments(
     refuse_differences(
         training.communicator,
         f"{name}: the ranks' arguments differ",
-        ", ".join(filter(None, [text, times, _LOST if lost else ""])),
+        ", ".join(filter(None, [text, times, LOST if lost else ""])),
         call=f"{name}, a call for every rank",
     )
     if lost:
-        raise raised_on_all(ValueError(f"{name}: {_LOST}"), training.communicator.rank)
+        raise raised_on_all(ValueError(LOST), training.communicator.rank)
     return given
 
 

@@ -19,8 +19,10 @@ from strategies.keras.state import (
     broadcast_state,
     copy_of,
     finish_step,
+    has_lost_values,
     learning_rates,
     refuse_different_weights,
+    refuse_lost_values,
     starts_of,
 )
 from strategies.keras.training import Training
@@ -129,7 +131,8 @@ class RunningStatistics:
 
     def train(self) -> None:
         """Note that the ranks' statistics differ from now on."""
-        if not self._differ and self._training.reduces:
+        begins = not self._differ and self._training.reduces
+        if begins and not has_lost_values(self._training, self._model):  # else the next call raises
             self._starts = starts_of(self._model)
         self._differ = True
 
@@ -139,8 +142,7 @@ class RunningStatistics:
         Within an epoch its further steps change them.
         """
         if self._differ and self._training.reduces:
-            if keras.config.backend() == "jax":
-                self._model.jax_state_sync()  # in an epoch the variables don't hold them
+            refuse_lost_values(self._training, self._model)
             average_statistics(self._training, self._model, self._starts)
         elif self._differ:
             self._training.owner.synchronize()

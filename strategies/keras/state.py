@@ -40,20 +40,33 @@ def broadcast_state(training: Training, model: Any, *, optimizers: bool = True) 
         variable.assign(array)
 
 
-def has_lost_values(model: Any) -> bool:
-    """Whether a failed step of JAX has left variables of the model without values.
+LOST = (
+    "the model's variables have no values, since a step or a callback of a loop has failed: make"
+    " and compile the model again, then load its weights"
+)
+
+
+def refuse_lost_values(training: Training, model: Any) -> None:
+    """ValueError on every rank where any has lost values of the model. Collective, with JAX."""
+    if keras.config.backend() == "jax":
+        lost = np.array(has_lost_values(training, model))
+        if training.communicator.all_reduce(lost, "max"):
+            raise raised_on_all(ValueError(LOST), training.communicator.rank)
+
+
+def has_lost_values(training: Training, model: Any) -> bool:
+    """Whether variables of the model have no values on this rank, as after a failed step of JAX.
 
     Keras takes the values from the variables before a loop's first step, and returns them at its
-    end, which another error than the step's may have prevented: they are returned now.
+    end. A step deletes them, as it does the arrays that are donated to it.
     """
     if keras.config.backend() != "jax":
         return False
-    for name, arrays in (getattr(model, "_jax_state", None) or {}).items():
-        of_optimizer = name == "optimizer_variables"
-        variables = model.optimizer.variables if of_optimizer else getattr(model, name)
-        for variable, array in zip(variables, arrays, strict=True):
-            if _is_lost(variable._value) and not _is_lost(array):
-                variable.assign(array)
+    if training.in_epoch:
+        model.jax_state_sync()
+    else:
+        # Of a call that has failed: Keras might give it to the variables later.
+        model._jax_state = None
     inner = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
     return any(_is_lost(variable._value) for variable in [*model.variables, *inner])
 

@@ -130,9 +130,7 @@ def errors_as_raised() -> Iterator[None]:
     with original_errors():
         try:
             yield
-        except (TypeError, RuntimeError) as error:
-            raise_original(error)
+        except TypeError as error:
             # Keras's `fit` ends training then, too, and fails for lack of the variables' values.
-            if error.__cause__ is None:
-                raise_original(error.__context__)
+            raise_original(error.__context__)
             raise

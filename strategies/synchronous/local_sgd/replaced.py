@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,8 +49,6 @@ class AveragedArrays:
         self._values = [_ReplacedStorage(each) for each in arrays]
         for value in self._values:
             averaging.add(value)
-            # The outer optimizer keeps the values that it has numbered.
-            weakref.finalize(self, averaging.replace, value, None).atexit = False
 
     def step(self, arrays: Sequence[Any]) -> None:
         """Replace the arrays by those of a step; at the end of a round the ranks average."""

@@ -979,17 +979,18 @@ def data_that_ends_early_on_one_rank():
     def some():
         yield from (Batches()[index] for index in range(5 - RANK))
 
-    for steps in ({}, {"metrics": ["mae"], "run_eagerly": True}):
+    averaged = {"make": normalized}
+    for steps in ({}, {"metrics": ["mae"], "run_eagerly": True}, averaged):
         _, together = compiled(**steps)
         raised_everywhere(
             ValueError,
             f"have a further batch, ranks [{SIZE - 1}] have none",
             lambda together=together: together.fit(some(), verbose=0),
         )
-        if BACKEND == "jax" and not steps:
-            for call in (together.predict, together.train_on_batch):
-                given = (X, Y)[: 1 + (call == together.train_on_batch)]
-                text = "the model has no values, which JAX has lost in a step that failed"
+        if BACKEND == "jax" and "run_eagerly" not in steps:
+            for name in ("predict", "train_on_batch", "evaluate", "fit", "test_on_batch"):
+                call, given = getattr(together, name), (X, Y)[: 1 + (name != "predict")]
+                text = "the model's variables have no values"
                 raised_everywhere(ValueError, text, partial(call, *given))
     _, together = compiled()
     together.fit(X, Y, verbose=0)
