@@ -41,9 +41,9 @@ class Compressor(ABC):
 
     @abstractmethod
     def commit(self, without: Collection[int]) -> None:
-        """Keep what the last sum has left out, but of the arrays of these numbers.
+        """Keep what the last sum has left out, except of the arrays of these numbers.
 
-        Of those, and without this call, the sum might not have been made.
+        For those, and without this call, the sum counts as not made.
         """
 
     def _sent(self, *arrays: Array) -> None:
@@ -130,11 +130,10 @@ class PowerSGD(Compressor):
 
     def commit(self, without: Collection[int]) -> None:
         """The new factors are those of the next sum."""
-        factors, errors = map(list, self._next)
         for place, number in enumerate(self._numbers):
-            if number in without:
-                factors[place], errors[place] = self._factors[place], self._errors[place]
-        self._factors, self._errors = factors, errors
+            if number not in without:
+                for kept, new in zip((self._factors, self._errors), self._next, strict=True):
+                    kept[place] = new[place]
 
 
 class TopK(Compressor):

@@ -127,9 +127,13 @@ class CompressedReducer:
         """Add what the last call of that name has left out to the next one. Not collective.
 
         On every rank alike, once for a call with `commit=False`. `without`: the places of arrays
-        whose results are not used: they count as not given.
+        whose results are not used: they count as not given. KeyError for a name of no list.
         """
         self._lists[of].commit(without)
+
+    def leaves_out(self, of: Hashable = None) -> bool:
+        """Whether calls of that name leave something out. KeyError for a name of no list."""
+        return self._lists[of].keeps
 
     def forget(self, of: Hashable) -> None:
         """Release what was left out of the list of that name, if there is one. Not collective.

@@ -60,8 +60,9 @@ def original_errors() -> Iterator[None]:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise_original(error)
-        _Failure.error = None
         raise
+    finally:
+        _Failure.error = None
 
 
 def raise_original(error: BaseException | None) -> None:

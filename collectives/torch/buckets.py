@@ -65,9 +65,6 @@ class Bucket(Protocol):
     on_gpu: bool
     """Whether they are made in the order of blocking calls, asynchronous or not."""
 
-    compresses: bool = False
-    """Whether a reduction may leave something out, which `commit` adds to the next one."""
-
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Reduce the gradients, or start to; the result is complete after the returned function.
 
@@ -78,8 +75,12 @@ class Bucket(Protocol):
     def holds(self, parameter: Any) -> bool:
         """Whether the parameter's gradient may still be the result of a reduction."""
 
+    def leaves_out(self) -> bool:
+        """Whether a reduction leaves something out, which `commit` adds to the next one."""
+        return False
+
     def commit(self, absent: Collection[int]) -> None:
-        """Keep what the reduction has left out, but of parameters of these ids."""
+        """Keep what the reduction has left out, except of parameters of these ids."""
         return
 
     def begin(self, buckets: Sequence[Bucket]) -> None:

@@ -14,8 +14,6 @@ from collectives.torch.buckets import DenseBucket, Finish, Member
 class CompressedBucket(DenseBucket):
     """Parameters of one dtype on the CPU, whose gradients are compressed between nodes."""
 
-    compresses = True
-
     def __init__(
         self,
         comm: Communicator,
@@ -37,6 +35,10 @@ class CompressedBucket(DenseBucket):
         for gradient, result in zip(gradients, reduced, strict=True):
             gradient[...] = result
         return self._finish
+
+    def leaves_out(self) -> bool:
+        """Not if casts compress, or if there is one node."""
+        return self._compressed.leaves_out(self._name)
 
     def commit(self, absent: Collection[int]) -> None:
         """The gradients of absent parameters are not used, so that nothing of them was sent."""

@@ -163,7 +163,7 @@ class Round:
                 each.parameter.grad = None
                 absent.add(id(each.parameter))
         # All buckets or none: programs skip a step whose gradients aren't finite.
-        if any(bucket.compresses for bucket in self._buckets) and self._is_finite():
+        if any(bucket.leaves_out() for bucket in self._buckets) and self._is_finite():
             for bucket in self._buckets:
                 bucket.commit(absent)
 

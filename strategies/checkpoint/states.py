@@ -171,9 +171,10 @@ class OptimizerState(State):
     """An optimizer's state: its counts and slots. Slots may not exist yet when it is restored.
 
     `variables` are those in the same checkpoint by path. Their slots are "slots_of/PATH/SLOT" in
-    the file, and are created when they are restored. Slots of other variables are numbered in the
-    order of the first updates, "slots/0/SLOT", and restored when the first step creates them.
-    Existing slots that aren't in the file are reset.
+    the file, and are created when they are restored. Slots of other variables are numbered,
+    "slots/0/SLOT", in the order of the first updates; an outer optimizer's, of pytrees and torch
+    modules, in the order in which these were made. They are restored when the first step creates
+    them. Existing slots that aren't in the file are reset.
     """
 
     def __init__(self, path: str, optimizer: Optimizer, variables: Mapping[str, Variable]) -> None:

@@ -131,8 +131,9 @@ class RunningStatistics:
 
     def train(self) -> None:
         """Note that the ranks' statistics differ from now on."""
-        begins = not self._differ and self._training.reduces
-        if begins and not has_lost_values(self._training, self._model):  # else the next call raises
+        if not self._differ and self._training.reduces:
+            if has_lost_values(self._training, self._model):
+                return  # the call is refused
             self._starts = starts_of(self._model)
         self._differ = True
 

@@ -123,8 +123,10 @@ def _compared_once(model: Any, training: Training, function: Callable[..., Any])
         result = function(*arguments)
         weights = None
         if keras.config.backend() == "jax":
-            # What Keras notes after a step, so that the variables have values after an error, too.
+            # What Keras notes after a step: the variables have values after an error, too.
             model._jax_state = dict(zip(_STATE_OF_JAX, result[1], strict=True))
+            if not training.in_epoch:
+                model.jax_state_sync()  # `fit` does so at its end
             weights = model._jax_state["trainable_variables"]
         refuse_different_weights(training, model, "after the first training step", weights)
         model.train_function = function

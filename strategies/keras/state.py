@@ -68,7 +68,10 @@ def has_lost_values(training: Training, model: Any) -> bool:
         # Of a call that has failed: Keras might give it to the variables later.
         model._jax_state = None
     inner = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
-    return any(_is_lost(variable._value) for variable in [*model.variables, *inner])
+    return any(
+        _is_lost(variable._value)
+        for variable in [*model.variables, *model.metrics_variables, *inner]
+    )
 
 
 def _is_lost(array: Any) -> bool:

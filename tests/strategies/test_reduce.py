@@ -311,7 +311,15 @@ def test_values_that_do_not_fit_together(comm, strategy, op, axis, there, elsewh
 )
 def test_an_axis_that_one_rank_lacks(comm, strategy, there, axis, shown):
     value = on_rank_1(strategy, there, np.ones((2, 2)))
-    text = same_refusal(comm, ValueError, "not every rank", strategy.reduce, "sum", value, axis)
+    text = same_refusal(
+        comm,
+        ValueError,
+        "the value of at least one rank is invalid",
+        strategy.reduce,
+        "sum",
+        value,
+        axis,
+    )
     assert shown in text.splitlines()[2]
     assert_usable(strategy)
 
