@@ -54,6 +54,9 @@ class Engine(CallScope):
             wait_policy = WaitPolicy()
             wait_policy.before_raise = self._fail
         self.wait_policy = transport.wait_policy = wait_policy
+        if not transport.ranks:
+            # Else messages give the numbers of the whole group, whose policy this is.
+            wait_policy.world_ranks = lambda: transport.world_ranks
         if transport.one_process:
             wait_policy.sleep_early()
         self.rank = transport.rank

@@ -193,7 +193,7 @@ class NodeBarrier:
 
     def _check_alive(self) -> None:
         problems = [
-            f"rank {self._ranks[peer]} {problem}"
+            f"{self._wait_policy.name(self._ranks[peer])} {problem}"
             for peer, words in enumerate(self.memory.words)
             if (problem := _problem(words, self.memory.own)) is not None
         ]

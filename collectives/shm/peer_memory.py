@@ -36,7 +36,7 @@ class PeerMemory:
     """Copies by address between this process's memory and that of the node's other ranks."""
 
     def __init__(self, steps: ProgressCounters, read: _Copy, write: _Copy) -> None:
-        self._read, self._write, self._ranks = read, write, steps.ranks
+        self._read, self._write, self._name = read, write, steps.name
         self._processes = [words[PROCESS] for words in steps.memory.words]
         self._own, self._theirs = _Span(), _Span()
 
@@ -60,11 +60,11 @@ class PeerMemory:
             here, address, nbytes = here + copied, address + copied, nbytes - copied
 
     def _error(self, peer: int) -> RankFailedError:
-        number, rank = ctypes.get_errno(), self._ranks[peer]
+        number, rank = ctypes.get_errno(), self._name(peer)
         if number == errno.ESRCH:
-            return RankFailedError(f"rank {rank} has died in the middle of the call")
+            return RankFailedError(f"{rank} has died in the middle of the call")
         reason = os.strerror(number)
-        return RankFailedError(f"the memory of rank {rank} can't be reached any more: {reason}")
+        return RankFailedError(f"the memory of {rank} can't be reached any more: {reason}")
 
 
 def open_peer_memory(steps: ProgressCounters) -> PeerMemory | None:

@@ -23,6 +23,10 @@ class ProgressCounters:
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
+    def name(self, peer: int) -> str:
+        """The node's rank of that number, for messages."""
+        return self._wait_policy.name(self.ranks[peer])
+
     def await_free_stage(self, note: str = IN_CALL) -> int:
         """Wait until this rank's next stage may be written; the stage's parity.
 

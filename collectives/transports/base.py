@@ -174,6 +174,8 @@ class Transport(PointToPoint):
     """Whether the ranks are threads, so that a wait must release Python's lock."""
     ranks: Sequence[int] = ()
     """The ranks' numbers in the whole group, for messages; empty where they are the same."""
+    world_ranks: Sequence[int] = ()
+    """Their numbers in the library's world, likewise."""
 
     def absent(self, peers: Sequence[int]) -> dict[int, str]:
         """The ranks that an exchange waits for, with a note for messages."""
@@ -225,10 +227,7 @@ class Transport(PointToPoint):
         return cast(Transport, self.split(0, self.rank))
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Run a bound method before the program ends the underlying library; never without one.
-
-        It is dropped with its object.
-        """
+        """Run a bound method, dropped with its object, before the program ends the library."""
 
     def open_neighbor_channel(self, target: int, source: int, nbytes: int) -> NeighborChannel:
         """Open a channel for short messages to `target` and from `source`.

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -58,6 +58,12 @@ class MpiTransport(Transport):
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
+
+    @cached_property
+    def world_ranks(self) -> Sequence[int]:  # type: ignore[override]  # for errors alone
+        """The numbers in MPI_COMM_WORLD."""
+        ranks = self.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        return () if MPI.UNDEFINED in ranks else ranks
 
     @property
     def comm(self) -> MPI.Intracomm:

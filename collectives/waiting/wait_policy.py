@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -92,6 +92,8 @@ class WaitPolicy:
         self.progress: Callable[[], object] = lambda: None
         """Moves messages in transit on; a longer wait calls it from time to time."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
+        self.world_ranks: Callable[[], Sequence[int]] = tuple
+        """The ranks' numbers in the world; none where they are the same."""
         self.line: str | None = None
         """Where the user made a call that another thread makes."""
         self._warned: float | None = None
@@ -132,6 +134,7 @@ class WaitPolicy:
         other.spins, other.yields = self.spins, self.yields
         other._yield_seconds = self._yield_seconds
         other.call = WaitingCall(what, None)
+        other.world_ranks = self.world_ranks
         return other
 
     def poll_word(self, words: memoryview, index: int, word: int) -> bool:
@@ -225,9 +228,15 @@ class WaitPolicy:
         return error if self.limit is not None else self.exceeded(absent())
 
     def _text(self, waited: str, absent: dict[int, str]) -> str:
-        ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
+        ranks = ", ".join(f"{self.name(rank)}{note}" for rank, note in sorted(absent.items()))
         call = self.call
         return f"{call}, {waited} {ranks or 'other ranks'} ({self.current_line()})"
+
+    def name(self, rank: int) -> str:
+        """The rank, for messages; with its number in the world where that is another."""
+        numbers = self.world_ranks()
+        number = numbers[rank] if numbers else rank
+        return f"rank {rank}" if number == rank else f"rank {rank} (world rank {number})"
 
     def current_line(self) -> str:
         """File and line of the user's call that waits."""

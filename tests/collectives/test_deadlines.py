@@ -104,6 +104,30 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
         np.testing.assert_array_equal(CALLS[call](patient), expected(patient, length))
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("nodes", [False, True])
+def test_messages_name_the_numbers_in_the_world_too(comm, nodes):
+    backwards = MPI.COMM_WORLD.Split(0, -comm.rank)
+    group = Communicator(backwards, node_of=NODE_OF[comm.size] if nodes else None)
+    backwards.Free()
+    late = group.size - 1
+    message = np.zeros(SMALL)
+    for call in (*CALLS.values(), lambda group: group.recv(message, late)):
+        group.deadline = 0.3
+        if group.rank != late:
+            with pytest.raises(TimeoutError, match=rf" rank {late} \(world rank 0\)"):
+                call(group)
+        wait_for_all()
+        group.deadline = PATIENT
+        if group.rank == late and call not in CALLS.values():
+            for peer in range(late):
+                group.send(message, peer)
+        else:
+            call(group)
+    group.close()
+
+
 def check_error(error, group, late, directory):
     assert isinstance(error, collectives.DeadlineExceededError)
     # Asynchronous calls may not use the nodes' memory, and then every rank acts for itself.

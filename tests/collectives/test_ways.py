@@ -498,26 +498,29 @@ def test_an_array_that_can_not_be_written_has_an_address_too():
 
 def test_memory_that_is_not_there_and_a_process_that_died_are_told():
     steps = alone()
+    steps._wait_policy.world_ranks = lambda: range(10, 20)
     memory = PeerMemory(steps, *peer_memory._system_calls())
     own = np.zeros(1)
-    with pytest.raises(RankFailedError, match=r"memory of rank 7.*Bad address"):
+    with pytest.raises(RankFailedError, match=r"memory of rank 7 \(world rank 17\).*Bad address"):
         memory.read(0, 64, 8, address_of(own))
     child = subprocess.Popen(["sleep", "60"])
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     steps.memory.own[peer_memory.PROCESS] = child.pid
-    with pytest.raises(RankFailedError, match="rank 7 has died"):
+    with pytest.raises(RankFailedError, match=r"rank 7 \(world rank 17\) has died"):
         PeerMemory(steps, *peer_memory._system_calls()).read(0, address_of(own), 8, address_of(own))
 
 
 def test_only_a_rank_of_the_same_process_namespace_is_seen_to_have_died():
     memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES)) for _ in range(2)], 0, None)
-    barrier, theirs = NodeBarrier(memory, WaitPolicy(), [7, 8]), memory.words[1]
+    wait_policy = WaitPolicy()
+    wait_policy.world_ranks = lambda: range(10, 20)
+    barrier, theirs = NodeBarrier(memory, wait_policy, [7, 8]), memory.words[1]
     memory.publish_process()
     child = subprocess.Popen(["true"])
     child.wait()
     theirs[layout.PROCESS], theirs[layout.NAMESPACE] = child.pid, memory.own[layout.NAMESPACE]
-    with pytest.raises(RankFailedError, match="rank 8 has died"):
+    with pytest.raises(RankFailedError, match=r"rank 8 \(world rank 18\) has died"):
         barrier._check_alive()
     theirs[layout.NAMESPACE] += 1
     barrier._check_alive()
