@@ -117,6 +117,7 @@ class PreemptionCheckpointHandler:
         """When this rank was told that it is to be terminated, or that another one is."""
         self._saved_in: float | None = None
         """How many seconds the first checkpoint of the grace period took."""
+        self._process = os.getpid()
         self._before = {
             number: signal.signal(number, self._notice) for number in set(self._config.signals)
         }
@@ -227,14 +228,22 @@ class PreemptionCheckpointHandler:
         self._manager.save(number)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A process that was forked off the rank: it saves nothing, and must end all the same.
+            self._handle_as_before(number)
+            os.kill(os.getpid(), number)
+            return
         self._noticed = self._noticed or time.monotonic()
 
     def close(self) -> None:
         """Handle the signals as before."""
-        for number, handler in self._before.items():
-            # None: one that was installed before Python started.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
+        for number in list(self._before):
+            self._handle_as_before(number)
+
+    def _handle_as_before(self, number: int) -> None:
+        handler = self._before.pop(number)
+        # None: one that was installed before Python started.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def __enter__(self) -> PreemptionCheckpointHandler:
         return self

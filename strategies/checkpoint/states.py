@@ -217,6 +217,10 @@ class OptimizerState(State):
         """Pass the tensors to the optimizer, with its own numbers of variables."""
         slots = {name: slot for name in tensors if (slot := _SLOT(name))}
         names = self.optimizer.rule.slots
+        if any(slot[2] for slot in slots.values()):
+            # Named variables that are updated later would take the numbers of those without names.
+            for variable in self.variables.values():
+                self.optimizer.slots_of(variable.storage, ())
         for slot in slots.values():
             if slot[3]:
                 # Creates the slots now: processes may number the variables differently.

@@ -86,7 +86,8 @@ class Optimizer(ABC):
     def learning_rate(self, learning_rate: Rate) -> None:
         if not callable(learning_rate):
             text = f"learning_rate={learning_rate!r}: must be a number or a function of the step"
-            _as_number(learning_rate, text)
+            # Of a Variable, `restore` would keep the number alone.
+            _as_number(None if isinstance(learning_rate, Variable) else learning_rate, text)
         self._given_rate = learning_rate
         self._known_rate = None
 
@@ -268,8 +269,7 @@ class Optimizer(ABC):
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Restore what `saved_tensors` gave.
 
-        A learning rate that is a function stays. Slots that don't exist yet are restored when they
-        are made.
+        A learning rate that is a function stays. Absent slots are restored when they are made.
         """
         self.iterations = int(tensors["iterations"])
         if not callable(self._given_rate):

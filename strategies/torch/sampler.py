@@ -6,7 +6,6 @@ import logging
 import operator
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sized
 from types import FrameType
 from typing import Any, Literal
@@ -36,10 +35,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
     next epoch is stored, if the program sets epochs. The position is that of the iteration which
     began last: what a DataLoader has delivered, also of batches that its worker processes read
-    ahead. A warning is logged where it is not known: with worker processes once such an iteration
-    has been left early, with `in_order=False` and with a batch sampler of another class than
-    torch's; and before the end of an iteration that a thread of the strategy reads ahead
-    (`InputOptions.experimental_per_replica_buffer_size`).
+    ahead. A warning is logged where it is not known: with worker processes and `in_order=False` or
+    a batch sampler of another class than torch's; and before the end of an iteration that a thread
+    of the strategy reads ahead (`InputOptions.experimental_per_replica_buffer_size`).
     """
 
     def __init__(
@@ -89,19 +87,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     @property
     def position(self) -> int:
         """How many of this rank's samples the last iteration has used, of the epoch."""
-        last = self._last
-        if last is None:
-            return self._start
-        loader = None if last.loader is None else last.loader()
-        if loader is None:
-            return last.taken
-        batches = loader._index_sampler
-        if not _are_of_torch(batches):
-            return last.taken
-        rows = 1 if batches is self else batches.batch_size
-        position = min(last.start + int(loader._num_yielded) * rows, last.taken)
-        left_out = last.ended and getattr(batches, "drop_last", False)
-        return last.taken if left_out and last.taken - position < rows else position
+        return self._start if self._last is None else self._last.position
 
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank's samples, from the restored position on, if there is one.
@@ -128,7 +114,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
         epoch, position, last = self.epoch, self.position, self._last
-        if last is not None and (reason := last.unknown(position)):
+        if last is not None and (reason := last.unknown):
             log.warning(
                 "sampler: the iteration of epoch %d %s, so that what its DataLoader has delivered"
                 " is not known: %d samples are saved as used",
@@ -156,27 +142,38 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
 class _Iteration:
     """One iteration over this rank's samples."""
 
-    def __init__(self, start: int, loader: weakref.ref[Any] | None) -> None:
+    def __init__(self, start: int, loader: Any) -> None:
         """`loader` delivers the samples, if worker processes of a DataLoader read them."""
-        self.start = self.taken = start
-        self.loader, self.ended = loader, False
+        self._start = self.taken = start
+        self.ended = False
         thread = threading.current_thread()
-        self.reader = thread if isinstance(thread, ReaderThread) else None
+        self._reader = thread if isinstance(thread, ReaderThread) else None
+        # Not the loader itself, whose processes end with it.
+        self._waiting: Sized = () if loader is None else loader._task_info
+        """The batches that were asked for, and not delivered."""
+        self._batches = None if loader is None else loader._index_sampler
+        self._in_order = getattr(loader, "_in_order", True)
 
-    def unknown(self, position: int) -> str:
+    @property
+    def position(self) -> int:
+        """How many of this rank's samples were delivered, of the epoch."""
+        if not self._waiting or not _are_of_torch(self._batches):
+            return self.taken
+        rows = getattr(self._batches, "batch_size", 1)
+        whole, more = divmod(self.taken - self._start, rows)
+        short = more > 0 and not getattr(self._batches, "drop_last", False)
+        return self._start + (whole + short - len(self._waiting)) * rows
+
+    @property
+    def unknown(self) -> str:
         """Why it is not known which samples were delivered, of those up to the position; or ""."""
-        if self.reader is not None and not self.reader.delivered:
+        if self._reader is not None and not self._reader.delivered:
             return "is read ahead"
-        if self.ended and position >= self.taken:
+        if self._batches is None or (self.ended and not self._waiting):
             return ""
-        if self.loader is None:
-            return ""
-        loader = self.loader()
-        if loader is None:
-            return "" if self.ended else "was left early"
-        if not _are_of_torch(loader._index_sampler):
-            return f"has a batch sampler of class {type(loader._index_sampler).__name__}"
-        return "" if getattr(loader, "_in_order", True) else "has a DataLoader with in_order=False"
+        if not _are_of_torch(self._batches):
+            return f"has a batch sampler of class {type(self._batches).__name__}"
+        return "" if self._in_order else "has a DataLoader with in_order=False"
 
 
 def _are_of_torch(batches: Any) -> bool:
@@ -186,11 +183,11 @@ def _are_of_torch(batches: Any) -> bool:
     return single or getattr(type(batches), "__iter__", None) is own.__iter__
 
 
-def _loader_above(frame: FrameType | None) -> weakref.ref[Any] | None:
+def _loader_above(frame: FrameType | None) -> Any:
     """What iterates over a DataLoader with worker processes, and now takes the first index."""
     for _ in range(_FRAMES):
         frame = None if frame is None else frame.f_back
         caller = None if frame is None else frame.f_locals.get("self")
         if isinstance(caller, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
-            return weakref.ref(caller)
+            return caller
     return None

@@ -227,6 +227,15 @@ def test_slots_of_variables_that_are_not_named_are_numbered_among_themselves(tmp
     step(optimizer, (0.0, other), (0.0, named))
     assert (float(named[0]), float(other[0])) == (-1.5, -5.0)
 
+    # The named one is updated for the first time after the restore, before the other.
+    named, other, optimizer, checkpoint = made()
+    step(optimizer, (10.0, other))
+    path = checkpoint.save(tmp_path / "state")
+    named, other, optimizer, checkpoint = made()
+    checkpoint.restore(path)
+    step(optimizer, (1.0, named), (0.0, other))
+    assert (float(named[0]), float(other[0])) == (-1.0, -5.0)
+
 
 def test_slots_of_a_variable_that_is_not_here_are_refused(tmp_path):
     path = Alternating(MAKERS["momentum"], named=True)

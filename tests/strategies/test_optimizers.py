@@ -213,7 +213,7 @@ def test_what_is_no_pair_is_refused():
 
 
 def test_what_is_no_learning_rate_is_refused():
-    for wrong in ("a", "0.1", None, [0.1]):
+    for wrong in ("a", "0.1", None, [0.1], Variable(0.1)):
         text = r"learning_rate=.*: must be a number or a function"
         refusal(TypeError, text, optimizers.SGD, wrong)
 

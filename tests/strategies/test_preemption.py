@@ -66,6 +66,34 @@ def test_all_ranks_save_after_the_step_of_the_signal_and_go_on_there(comm, direc
         restored.handler.close()
 
 
+FORKING = """
+import multiprocessing, os, signal, sys, time
+import strategies
+from strategies import Checkpoint, Variable
+from strategies.experimental import PreemptionCheckpointHandler
+
+def work(ready):
+    ready.set()
+    time.sleep(60)
+
+forking = multiprocessing.get_context("fork")
+ready = forking.Event()
+checkpoint = Checkpoint(number=Variable(0.0))
+with PreemptionCheckpointHandler(None, checkpoint, sys.argv[1]) as handler:
+    # Python terminates it at the exit of the program, and waits for its end.
+    forking.Process(target=work, args=(ready,), daemon=True).start()
+    ready.wait()
+    handler.run(os.kill, os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_process_that_was_forked_ends_by_the_signal(launch, tmp_path):
+    ended = launch(1, [sys.executable, "-c", FORKING, str(tmp_path)], timeout=30)
+    assert ended.returncode == 42, ended.stderr
+    assert latest_checkpoint(tmp_path) is not None
+
+
 def test_a_grace_period_is_used_for_training(comm, directory, monkeypatch):
     """A checkpoint after the notice, and another one when there is time for no more."""
     saved, clock = [], SimpleNamespace(now=1.0)

@@ -91,12 +91,21 @@ assert all("in_order=False" in each for each in logged), logged
 assert len(logged) == len(whole) - 1, logged
 logged.clear()
 
-sampler.set_epoch(0)
-for _ in loader:
-    break
-saved = sampler.saved_tensors()["position"]
-assert saved > 0
-assert saved == size or "was left early" in logged[0], (saved, logged)
+# An iteration that is left early, also where its processes have all that is left of the epoch.
+left = strategy.sampler(range(10 * size), seed=3)
+for dropped in (False, True):
+    loader = torch.utils.data.DataLoader(
+        range(10 * size), 3, sampler=left, num_workers=2, drop_last=dropped
+    )
+    for count in (1, 2, 3):
+        left.set_epoch(0, 0)
+        for number, _ in enumerate(loader, 1):
+            if number == count:
+                break
+        saved = left.saved_tensors()
+        ended = dropped and count == 3
+        assert (saved["epoch"], saved["position"]) == (ended, 0 if ended else 3 * count * size)
+assert not logged, logged
 """
 
 
