@@ -31,7 +31,14 @@ Kind = tuple[tuple[int, ...], np.dtype[Any]]
 
 TARGET = "collectives_host_call"
 _SETS_KEPT = 16
-_places: dict[int, Callable[[int], None]] = {}
+
+
+class _Places(dict[int, Callable[[int], None]]):
+    def __missing__(self, number: int) -> Callable[[int], None]:
+        raise RuntimeError("a program that another process has compiled: compile it in this one")
+
+
+_places = _Places()
 
 
 class _Running(threading.local):

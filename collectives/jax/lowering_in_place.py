@@ -19,18 +19,27 @@ from jax.interpreters import mlir
 from collectives.jax.tokens import condition, loop, uncached
 
 # By name: JAX exports some of these primitives only, and not the same in each version.
-_FUNCTIONS = ("jit", "pjit")
+_FUNCTIONS = ("jit", "pjit", "composite", "compute_on", "xla_metadata_call")
 _WITH_TOKEN: dict[str, Callable[..., Any]] = {"cond": condition, "while": loop}
 _WITH_REGIONS = (
     *("scan", "checkpoint", "remat2", "remat_opt", "custom_linear_solve"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
-    *("custom_lin", "linear_call"),
+    *("custom_lin", "linear_call", "custom_partitioning", "run_state"),
 )
+_known: set[Any] = set()
 
 
 def lower_in_place(contains: Contains) -> None:
-    """Lower from now on what contains a call where it is used."""
+    """Lower from now on what contains a call where it is used.
+
+    Again before a program is lowered: some of JAX's modules, imported later, have more rules.
+    """
+    if len(_known) == len(mlir._lowerings):
+        return
     for each, entry in list(mlir._lowerings.items()):
+        if each in _known:
+            continue
+        _known.add(each)
         # Older versions keep the rules themselves.
         rule = getattr(entry, "rule", entry)
         calls_function = getattr(rule, "func", None) is mlir.core_call_lowering

@@ -32,6 +32,7 @@ def bind(arrays: Sequence[Any], call: Call, after: Sequence[Any] = ()) -> list[A
 
     after: arrays that exist before the call runs; it doesn't read them.
     """
+    lower_in_place(_contains_calls)
     return list(_primitive.bind(*arrays, *after, call=call, count=len(arrays)))
 
 

@@ -1,6 +1,7 @@
 """Calls within functions, loops and derivatives come in the order of the program, on every rank."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 @pytest.mark.parametrize("way", ["ffi", "callbacks"])
 def test_calls_of_compiled_functions_and_loops(jax, calls, comm, monkeypatch, way):
     """Independent calls of one signature, in programs that XLA compiles differently by rank."""
+    from jax._src.state.discharge import run_state  # what pallas.run_state is
+
     from collectives.jax import host_calls
 
     if way == "callbacks":
@@ -39,6 +42,9 @@ def test_calls_of_compiled_functions_and_loops(jax, calls, comm, monkeypatch, wa
         "custom_vjp": lambda x: twice(x) / 2,
         "custom_vjp, derivative": lambda x: jax.grad(lambda y: twice(y) * x)(x),
         "vmap": lambda x: jax.vmap(total)(x[None])[0],
+        "composite": lax.composite(total, name="collectives.total"),
+        "run_state": lambda x: run_state(lambda ref: ref.__setitem__((), total(ref[()])))(x),
+        "a rule that JAX got later": lambda x: own_rule(jax, calls.all_reduce, x),
     }
     expected = {"fori_loop": 1, "scan": 1}
 
@@ -60,6 +66,18 @@ def test_calls_of_compiled_functions_and_loops(jax, calls, comm, monkeypatch, wa
         for number, (name, each) in enumerate(zip(names, found, strict=True)):
             sums = sum(6 + 4 * other + 10 * number for other in range(size))
             assert float(each) == sums + expected.get(name, 0), (number, name)
+
+
+def own_rule(jax, function, x):
+    """The function of x, by a primitive of its own, as modules of JAX that are imported later."""
+    from jax.interpreters import mlir
+
+    primitive = jax.extend.core.Primitive("function_of_a_test")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x, call_jaxpr: call_jaxpr.out_avals)
+    rule = partial(mlir.core_call_lowering, name="function_of_a_test")
+    mlir.register_lowering(primitive, rule, cacheable=False)
+    return primitive.bind(x, call_jaxpr=jax.make_jaxpr(lambda x: function(x))(x))[0]
 
 
 @pytest.mark.parametrize("way", ["ffi", "callbacks"])
@@ -204,6 +222,19 @@ def test_programs_that_are_not_compiled(jax, calls, comm):
     with jax.disable_jit():
         found = jax.jit(lambda x: calls.all_reduce(x))(jax.numpy.ones(2) + comm.rank)
     np.testing.assert_array_equal(found, np.full(2, comm.size * (comm.size + 1) / 2))
+
+
+def test_programs_of_another_process_are_refused(jax, calls, monkeypatch):
+    """Which JAX loads from a file."""
+    from collectives.jax import host_calls
+
+    if not host_calls.uses_ffi():
+        pytest.skip("JAX has another interface, whose programs can't be stored")
+    program = jax.jit(calls.all_reduce)
+    program(jax.numpy.ones(3))
+    monkeypatch.setattr(host_calls, "_places", host_calls._Places())
+    with pytest.raises(Exception, match="another process has compiled"):
+        jax.block_until_ready(program(jax.numpy.ones(3)))
 
 
 def test_keys_are_moved(jax, calls, comm):
