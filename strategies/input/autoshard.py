@@ -65,7 +65,7 @@ def make_report(dataset: Any, options: InputOptions | None) -> Report:
     if files is not None:
         # Without directories, which may differ by node.
         names = "\0".join(PurePath(file).name for file in files)
-        digest = len(files), hashlib.sha256(names.encode()).hexdigest()
+        digest = len(files), hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()
     return Report(
         kind=type(dataset).__name__,
         policy=policy_of(dataset) if own_policy is None else as_policy(own_policy),

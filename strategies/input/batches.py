@@ -7,7 +7,7 @@ sent from their own memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,28 @@ def contiguous_part(batch: Any, rank: int, size: int) -> Any:
     return part_of(batch, rank * longest, (rank + 1) * longest)
 
 
+def copied(batch: Any) -> Any:
+    """The batch with copies of NumPy's arrays: a dataset may reuse the same one for every batch."""
+    return nest.map_leaves(
+        lambda leaf: leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf, batch
+    )
+
+
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch from several of the same structure, concatenated along axis 0."""
+    """One batch from several, concatenated along axis 0. ValueError where structures differ."""
     if len(batches) == 1:
         return batches[0]
-    columns = zip(*map(nest.leaves, batches), strict=True)
+    columns = columns_of(batches, "batches")
     return nest.pack_like(batches[0], [_concatenate_arrays(column) for column in columns])
+
+
+def columns_of(rows: Sequence[Any], what: str) -> Iterator[tuple[Any, ...]]:
+    """The leaves at each place of several nests; ValueError where their structures differ."""
+    first, *others = map(nest.structure, rows)
+    for other in others:
+        if other != first:
+            raise ValueError(f"{what} of different structures: {first} and {other}")
+    return zip(*map(nest.leaves, rows), strict=True)
 
 
 def _concatenate_arrays(arrays: Sequence[Any]) -> Any:
@@ -63,7 +79,8 @@ def _concatenate_arrays(arrays: Sequence[Any]) -> Any:
         import torch
 
         return torch.cat(arrays)
-    return np.concatenate(arrays)
+    masked = any(isinstance(each, np.ma.MaskedArray) for each in arrays)
+    return (np.ma if masked else np).concatenate(arrays)
 
 
 @dataclass(frozen=True)
@@ -109,9 +126,16 @@ def unpack(header: Any, arrays: list[Array]) -> Any:
 
 
 def digest_of(batch: Any) -> str:
-    """A digest of the batch's NumPy arrays and torch tensors; other leaves are ignored."""
+    """A digest of the batch's NumPy arrays and torch tensors; other leaves are ignored.
+
+    "" where the processor can't read a tensor, such as one on a GPU.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for array in pack(batch)[1]:
+    try:
+        arrays = pack(batch)[1]
+    except TypeError:
+        return ""
+    for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

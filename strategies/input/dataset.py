@@ -21,7 +21,7 @@ import numpy as np
 
 from strategies.core import nest
 from strategies.core.values import as_array, whole_number
-from strategies.input.batches import length_of
+from strategies.input.batches import columns_of, length_of
 from strategies.input.options import Options
 
 Epoch = tuple[int, ...]  # the number of the iteration, then those of nested repeats
@@ -213,7 +213,7 @@ def _stacked(rows: list[Any]) -> Any:
     """Elements of one structure, stacked along a new axis 0."""
     if isinstance(rows[0], int):
         return np.array(rows)
-    columns = zip(*map(nest.leaves, rows), strict=True)
+    columns = columns_of(rows, "elements")
     stacks = [np.stack([as_array(leaf, "an element") for leaf in column]) for column in columns]
     return nest.pack_like(rows[0], stacks)
 
@@ -268,7 +268,7 @@ class FileDataset(Dataset):
     def __init__(
         self, files: Iterable[str | PathLike[str]], read: Callable[[Any], Iterable[Any]]
     ) -> None:
-        if isinstance(files, str | PathLike):
+        if isinstance(files, str | bytes | PathLike):
             raise TypeError(f"files={files!r} is one path: must be a list of paths")
         if not callable(read):
             raise TypeError(f"read={read!r}: must be a function of a path")

@@ -49,6 +49,9 @@ class GlobalDigest(NamedTuple):
     warning: str = ""
     """What is logged where the ranks' digests differ."""
 
+    ends_alike: bool = False
+    """Whether a rank has a part of every batch, so that all end at the same step."""
+
 
 class NextBatch:
     """A batch or none, as the `tf.experimental.Optional` of a distributed iterator."""
@@ -164,6 +167,8 @@ class DistributedIterator(Iterator[Any]):
         iteration, step = self._position
         position = [iteration, step, -iteration, -step]
         digest = self._read.digest
+        if self._read.state != _FAILED and self._dataset.global_digest.ends_alike:
+            digest = self._read.state if digest is None else digest
         digests = [_NO_DIGEST] * 2 if digest is None else [digest, -digest]
         vote = np.array([self._read.state, next(_numbers), *position, *digests], np.int64)
         with named_scope(communicator, "the next batch of a distributed dataset"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from collectives import Communicator
 from strategies.input.autoshard import Sharding, agree_on_sharding, checked_options
-from strategies.input.batches import arrays_of, contiguous_part, digest_of
+from strategies.input.batches import arrays_of, contiguous_part, copied, digest_of
 from strategies.input.distributed import DistributedDataset, GlobalDigest
 from strategies.input.failures import call_together, check_together
 from strategies.input.options import AutoShardPolicy, InputContext, InputOptions
@@ -27,10 +27,10 @@ from strategies.input.sources import (
 
 # Not an error: each rank may augment the same examples differently.
 _DIFFERENT_BATCHES = (
-    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks' first"
-    " global batches differ. If their order differs, examples are lost or repeated: shuffle with"
-    " the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF or"
-    " distribute_datasets_from_function, where every rank reads a pipeline of its own"
+    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks'"
+    " global batches differ. If their order or number differs, examples are lost or repeated:"
+    " shuffle with the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF"
+    " or distribute_datasets_from_function, where every rank reads a pipeline of its own"
 )
 
 
@@ -48,7 +48,7 @@ def distribute(
         return ahead.read(shard())
 
     if isinstance(shard, _Parts):
-        digest = GlobalDigest(lambda: shard.digest, _DIFFERENT_BATCHES)
+        digest = GlobalDigest(lambda: shard.digest, _DIFFERENT_BATCHES, ends_alike=True)
         return DistributedDataset(communicator, begin, digest)
     return DistributedDataset(communicator, begin)
 
@@ -214,7 +214,7 @@ class _Reader:
             with closing(batches):
                 self._free_slots.acquire()
                 for batch in batches:
-                    self._ready.put((batch, self._now()))
+                    self._ready.put((copied(batch), self._now()))
                     self._free_slots.acquire()
                     if self.thread.stopped.is_set():
                         return

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
-from strategies.input.batches import concatenate, length_of, part_of
+from strategies.input.batches import concatenate, copied, length_of, part_of
 from strategies.input.sources import check_iterable, iterate
 
 
@@ -45,6 +45,7 @@ def rebatched(
         while sizes is not None and buffer.length and next_size <= buffer.length:
             yield buffer.take(next_size)
             next_size = next(sizes)
+        buffer.keep()
     if buffer.length:
         yield buffer.take(buffer.length)
 
@@ -63,6 +64,11 @@ class _Buffer:
         if length:
             self._pieces.append(batch)
             self.length += length
+
+    def keep(self) -> None:
+        """Keep what is left, which lies in the last batch added, while the next one is read."""
+        if self._pieces:
+            self._pieces.append(copied(self._pieces.pop()))
 
     def take(self, count: int) -> Any:
         self.length -= count
@@ -104,7 +110,7 @@ class JoinedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         source = iterate(self._dataset)
-        while batches := list(islice(source, self._count)):
+        while batches := list(map(copied, islice(source, self._count))):
             yield concatenate(batches)
 
     def __getattr__(self, name: str) -> Any:

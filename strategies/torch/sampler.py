@@ -35,9 +35,10 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
     next epoch is stored, if the program sets epochs. The position is that of the iteration which
     began last: what a DataLoader has delivered, also of batches that its worker processes read
-    ahead. A warning is logged where it is not known: with worker processes and `in_order=False` or
-    a batch sampler of another class than torch's; and before the end of an iteration that a thread
-    of the strategy reads ahead (`InputOptions.experimental_per_replica_buffer_size`).
+    ahead. A warning is logged where it is not known: with worker processes and `in_order=False`, a
+    batch sampler or loader of another class than torch's, or a sampler around this one; and before
+    the end of an iteration that a thread of the strategy reads ahead
+    (`InputOptions.experimental_per_replica_buffer_size`).
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
 
         Each iteration counts for itself: one that is left early changes no other.
         """
-        self._last = this = _Iteration(self._start, _loader_above(sys._getframe()))
+        self._last = this = _Iteration(self, self._start, _loader_above(sys._getframe()))
         order = self._order()
         while this.taken < len(self):
             index = order[(this.taken * self._size + self._rank) % len(order)]
@@ -142,22 +143,22 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
 class _Iteration:
     """One iteration over this rank's samples."""
 
-    def __init__(self, start: int, loader: Any) -> None:
+    def __init__(self, sampler: ReplicaSampler, start: int, loader: Any) -> None:
         """`loader` delivers the samples, if worker processes of a DataLoader read them."""
         self._start = self.taken = start
         self.ended = False
         thread = threading.current_thread()
         self._reader = thread if isinstance(thread, ReaderThread) else None
         # Not the loader itself, whose processes end with it.
-        self._waiting: Sized = () if loader is None else loader._task_info
+        self._waiting: Sized = getattr(loader, "_task_info", ())
         """The batches that were asked for, and not delivered."""
-        self._batches = None if loader is None else loader._index_sampler
-        self._in_order = getattr(loader, "_in_order", True)
+        self._batches = getattr(loader, "_index_sampler", None)
+        self._obstacle = "" if loader is None else _obstacle(loader, sampler)
 
     @property
     def position(self) -> int:
         """How many of this rank's samples were delivered, of the epoch."""
-        if not self._waiting or not _are_of_torch(self._batches):
+        if not self._waiting or self._obstacle:
             return self.taken
         rows = getattr(self._batches, "batch_size", 1)
         whole, more = divmod(self.taken - self._start, rows)
@@ -169,18 +170,20 @@ class _Iteration:
         """Why it is not known which samples were delivered, of those up to the position; or ""."""
         if self._reader is not None and not self._reader.delivered:
             return "is read ahead"
-        if self._batches is None or (self.ended and not self._waiting):
-            return ""
-        if not _are_of_torch(self._batches):
-            return f"has a batch sampler of class {type(self._batches).__name__}"
-        return "" if self._in_order else "has a DataLoader with in_order=False"
+        return "" if self.ended and not self._waiting else self._obstacle
 
 
-def _are_of_torch(batches: Any) -> bool:
-    """Whether the number of a DataLoader's batches says how many samples they have."""
-    own = torch.utils.data.BatchSampler
-    single = isinstance(batches, ReplicaSampler)
-    return single or getattr(type(batches), "__iter__", None) is own.__iter__
+def _obstacle(loader: Any, sampler: ReplicaSampler) -> str:
+    """Why the number of a loader's batches doesn't say which samples it has delivered; or ""."""
+    batches = loader._index_sampler
+    if type(loader) is not torch.utils.data.dataloader._MultiProcessingDataLoaderIter:
+        return f"has a loader of class {type(loader).__name__}"
+    if batches is not sampler:
+        if type(batches).__iter__ is not torch.utils.data.BatchSampler.__iter__:
+            return f"has a batch sampler of class {type(batches).__name__}"
+        if batches.sampler is not sampler:
+            return f"has a sampler of class {type(batches.sampler).__name__} around it"
+    return "" if getattr(loader, "_in_order", True) else "has a DataLoader with in_order=False"
 
 
 def _loader_above(frame: FrameType | None) -> Any:
@@ -188,6 +191,6 @@ def _loader_above(frame: FrameType | None) -> Any:
     for _ in range(_FRAMES):
         frame = None if frame is None else frame.f_back
         caller = None if frame is None else frame.f_locals.get("self")
-        if isinstance(caller, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
-            return caller
+        if isinstance(caller, torch.utils.data.dataloader._BaseDataLoaderIter):
+            return caller if caller._num_workers else None
     return None

@@ -9,7 +9,7 @@ from strategies import AutoShardPolicy, InputOptions
 from tests.slow import slow
 from tests.strategies.support import on_ranks
 
-WARNING = "the ranks' first global batches differ"
+WARNING = "the ranks' global batches differ"
 
 
 class Shuffled:
@@ -66,6 +66,20 @@ def test_ranks_whose_orders_differ_later_are_warned(caplog):
     with caplog.at_level(logging.WARNING, "strategies"):
         assert on_ranks(3, body) == [[0, 0, 1, 1]] * 3
     assert WARNING in caplog.records[0].getMessage()
+
+
+def test_ranks_whose_batches_differ_in_number_are_warned(caplog):
+    """One has none at all of the second dataset."""
+
+    def body(strategy):
+        for most in (2, 0):
+            rows = np.arange(10.0)[: None if strategy.communicator.rank else 4 * most]
+            batches = [rows[start : start + 4] for start in range(0, len(rows), 4)]
+            list(strategy.experimental_distribute_dataset(batches))
+
+    with caplog.at_level(logging.WARNING, "strategies"):
+        on_ranks(3, body)
+    assert [WARNING in record.getMessage() for record in caplog.records] == [True, True]
 
 
 @pytest.mark.parametrize("size", [3, *slow(2)])

@@ -1,6 +1,7 @@
 """AutoShardPolicy, file datasets and rebatching: §2.5 of tf_semantics.md."""
 
 import logging
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,8 @@ from strategies.input import (
     batch_sizes_for_worker,
     make_numpy_dataset,
 )
-from strategies.input.rebatching import rebatched
+from strategies.input.distribution import ReadAhead
+from strategies.input.rebatching import JoinedBatches, rebatched
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 OWN_PIPELINE = ["OFF", "HINT"]
@@ -228,7 +230,45 @@ def test_a_file_dataset_takes_paths_and_a_function():
     refusal(
         TypeError, "files='a.txt' is one path: must be a list of paths", FileDataset, "a.txt", list
     )
+    refusal(TypeError, "files=b'ab' is one path", FileDataset, b"ab", list)
     refusal(TypeError, "read=5: must be a function of a path", FileDataset, ["a.txt"], 5)
+    odd = [os.fsdecode(b"a\xff"), os.fsdecode(b"b\xff")]
+
+    def make(rank):
+        return FileDataset(odd, lambda name: [np.array([ord(name[0])])])
+
+    assert shares(2, make, auto_shard_policy="FILE") == [[[97], []], [[], [98]]]
+
+
+class Reusing:
+    """Batches of four examples, all in the same array."""
+
+    batch_size = 6
+
+    def __iter__(self):
+        array = np.empty(4)
+        for number in range(4):
+            array[:] = 4 * number + np.arange(4)
+            yield array
+
+
+def test_a_dataset_may_use_one_array_for_all_batches():
+    rows = list(range(16))
+    for batches in (JoinedBatches(Reusing(), 2), rebatched(Reusing(), 0, 1, 6)):
+        assert np.concatenate(list(batches)).tolist() == rows
+    ahead = ReadAhead(3).read(each for each in Reusing())
+    assert np.concatenate(list(map(np.copy, ahead))).tolist() == rows
+
+
+def test_joined_batches_keep_masks_and_must_be_of_one_structure():
+    masked = [np.ma.masked_array([1.0, 2.0], [False, True]), np.array([3.0])]
+    (joined,) = JoinedBatches(masked, 2)
+    assert joined.mask.tolist() == [False, True, False]
+    apart = [{"x": np.ones(2), "y": np.ones(2)}, {"x": np.ones(2), "z": np.ones(2)}]
+    text = r"batches of different structures: {'x': \*, 'y': \*} and {'x': \*, 'z': \*}"
+    refusal(ValueError, text, list, JoinedBatches(apart, 2))
+    rows = FileDataset(["a"], lambda name: [{"x": 1.0, "y": 2.0}, {"x": 1.0, "z": 2.0}])
+    refusal(ValueError, "elements of different structures", list, rows.batch(2))
 
 
 def test_transformations_keep_the_files():

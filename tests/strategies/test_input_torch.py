@@ -8,10 +8,10 @@ import pytest
 from collectives import Communicator
 from collectives.transports import local
 from strategies import LocalSGDStrategy
-from strategies.input import InputOptions, TensorSpec
+from strategies.input import AutoShardPolicy, InputOptions, TensorSpec
 from strategies.input.rebatching import rebatched
 from strategies.input.sources import shared_order
-from tests.strategies.support import on_ranks, readers, until
+from tests.strategies.support import on_ranks, readers, refusal, until
 
 torch = pytest.importorskip("torch", reason="torch isn't installed: DataLoader can't be tested")
 data = torch.utils.data
@@ -95,6 +95,20 @@ def test_a_random_order_is_the_chiefs(order):
     first = on_ranks(1, body)
     torch.manual_seed(5)
     assert on_ranks(1, body) == first
+
+
+def test_batches_of_worker_processes_must_come_in_order():
+    loader = data.DataLoader(examples(9), batch_size=2, num_workers=1, in_order=False)
+
+    def body(strategy):
+        distribute = strategy.experimental_distribute_dataset
+        off = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+        assert distribute(loader, off) is not None
+        return refusal(
+            ValueError, "in_order=False gives each rank another order", distribute, loader
+        )
+
+    on_ranks(2, body)
 
 
 def test_a_random_order_is_the_chiefs_under_local_sgd():

@@ -71,6 +71,33 @@ next(iterator)
 assert paired.saved_tensors()["position"] >= 2 * size
 assert "has a batch sampler of class Pairs" in logged.pop()
 
+class Twice(torch.utils.data.Sampler):
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return (index for index in self.sampler for _ in range(2))
+
+repeated = strategy.sampler(range(20 * size), seed=3)
+twice = torch.utils.data.DataLoader(range(20 * size), 2, sampler=Twice(repeated), num_workers=1)
+iterator = iter(twice)
+next(iterator)
+assert repeated.saved_tensors()["position"] >= size
+assert "has a sampler of class Twice around it" in logged.pop()
+
+class OtherIterator(torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
+    pass
+
+class OtherLoader(torch.utils.data.DataLoader):
+    def _get_iterator(self):
+        return OtherIterator(self)
+
+other = strategy.sampler(range(20 * size), seed=3)
+iterator = iter(OtherLoader(range(20 * size), 2, sampler=other, num_workers=1))
+next(iterator)
+assert other.saved_tensors()["position"] >= 2 * size
+assert "has a loader of class OtherIterator" in logged.pop()
+
 options = strategies.InputOptions(experimental_per_replica_buffer_size=2)
 ahead = strategy.sampler(range(20 * size), seed=3)
 plain = torch.utils.data.DataLoader(range(20 * size), 2, sampler=ahead)
