@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _NAME = "collectives"
+_ATTACH = "_maybe_attach_flight_recorder"
 # init_method="mpi://" reads ranks and addresses from MPI alone.
 _SCHEME = "mpi"
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,6 +29,19 @@ def register() -> None:
     if _SCHEME not in handlers:
         dist.register_rendezvous_handler(_SCHEME, _rendezvous)
     handlers["env"] = _under_mpirun_or(handlers["env"])
+    module = dist.distributed_c10d
+    if hasattr(module, _ATTACH):
+        setattr(module, _ATTACH, _to_other_groups(getattr(module, _ATTACH)))
+
+
+def _to_other_groups(attach: Callable[..., None]) -> Callable[..., None]:
+    """The recorder of torch 2.15, which raises for groups without a backend written in C++."""
+
+    def attach_to_others(group: Any, *arguments: Any) -> None:
+        if not getattr(group, "records_itself", False):
+            attach(group, *arguments)
+
+    return attach_to_others
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A process group's names and backend, which torch keeps in backends written in C++ alone."""
+"""A process group's names and abilities, which torch asks backends written in C++ for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from collectives.torch.untraced import untraced
 
 @untraced
 class Names:
-    """The names that torch reads and sets."""
+    """The names that torch reads and sets, and what the group can't do."""
 
     _backend = _name = _description = ""
+    supports_splitting = _supports_time_estimate = False
+    # From torch 2.15 on.
+    supports_reconfigure = supports_window = supports_abort_hooks = False
 
     def getBackendName(self) -> str:  # noqa: N802
         """The backend's name."""

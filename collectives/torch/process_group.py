@@ -39,6 +39,8 @@ _UNSHOWN = nullcontext()
 class CollectivesProcessGroup(Names, dist.ProcessGroup):
     """A group of ranks whose tensors lie on the CPU or a GPU."""
 
+    records_itself = True  # read by collectives_torch_entry
+
     def __init__(
         self,
         backend: str,
@@ -103,8 +105,6 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
                 if check is not None and check.sequence == sequence and check.intents is not None:
                     check.intents.unmade += 1
 
-    # Collectives.
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce tensors, dense or sparse, in place."""
         tensors, opts = as_list(tensors), options_of(_c10d.AllreduceOptions, opts)
@@ -130,8 +130,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather inputs[i] of rank r in outputs[i][r]."""
         outputs, inputs = as_lists(outputs), as_list(inputs)
-        opts = options_of(_c10d.AllgatherOptions, opts)
-        call = self._calls.all_gather
+        opts, call = options_of(_c10d.AllgatherOptions, opts), self._calls.all_gather
         return self._run(opts, "allgather", outputs, call, outputs, inputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -168,16 +167,21 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather inputs[i] of rank r in the root's outputs[i][r]."""
         opts = options_of(_c10d.GatherOptions, opts)
-        outputs, inputs = as_lists(outputs), as_list(inputs)
-        arguments = outputs, inputs, opts.rootRank
-        return self._run(opts, "gather", outputs, self._calls.gather, *arguments)
+        arguments = as_lists(outputs), as_list(inputs), opts.rootRank
+        return self._run(opts, "gather", arguments[0], self._calls.gather, *arguments)
+
+    def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        """Gather the inputs in the root's output, one after the other."""
+        opts = options_of(_c10d.GatherOptions, opts)
+        flat = output.view(-1) if output.is_contiguous() else output
+        parts = list(flat.chunk(self._comm.size)) if opts.rootRank == self._comm.rank else []
+        return self.gather([parts], [input], opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Copy inputs[i][r] of the root into outputs[i] of rank r."""
         opts = options_of(_c10d.ScatterOptions, opts)
-        outputs, inputs = as_list(outputs), as_lists(inputs)
-        arguments = outputs, inputs, opts.rootRank
-        return self._run(opts, "scatter", outputs, self._calls.scatter, *arguments)
+        arguments = as_list(outputs), as_lists(inputs), opts.rootRank
+        return self._run(opts, "scatter", arguments[0], self._calls.scatter, *arguments)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send inputs[r] to rank r, and receive outputs[r] from it."""
@@ -203,10 +207,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Synchronize all ranks; DeadlineExceededError on every rank, with all that are absent.
-
-        `torch.distributed.monitored_barrier` permits it for gloo alone.
-        """
+        """Synchronize all ranks; DeadlineExceededError on every rank, with all that are absent."""
         opts = _c10d.BarrierOptions()
         opts.asyncOp = False
         if timeout is not None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+import collectives_torch_entry
 from collectives.errors import UnusableError
 from collectives.shm.layout import INTENDED
 
@@ -253,6 +254,17 @@ def test_gather_and_scatter(torch, dist, comm, later):
             if on_root:
                 for rank, each in enumerate(outputs):
                     equal(torch, each, values(torch, rank, name), name)
+            # What `dist.gather_single` calls, from torch 2.15 on.
+            joined = torch.zeros(comm.size * len(own), *own.shape[1:], dtype=own.dtype)
+            spaced = torch.stack([joined, joined], -1)[..., 0]
+            opts = dist.distributed_c10d.GatherOptions()
+            opts.rootRank, opts.asyncOp = root, later
+            for output in (joined, spaced):
+                given = output if comm.rank == root else torch.zeros(0)
+                dist.group.WORLD.gather_single(given, own, opts).wait()
+                if comm.rank == root:
+                    parts = [values(torch, rank, name) for rank in range(comm.size)]
+                    equal(torch, output, torch.cat(parts), name)
             inputs = [values(torch, rank + root, name) for rank in range(comm.size)]
             output = torch.zeros_like(own)
             call(dist.scatter, output, inputs if comm.rank == root else None, root, later=later)
@@ -588,6 +600,13 @@ def test_methods_of_the_group(torch, dist, comm):
     assert group._get_backend(torch.device("cpu")) is group
     with pytest.raises(NotImplementedError, match="use torch"):
         group.split_group([0])
+    # As `init_process_group` asks where it is given a `device_id`.
+    assert not group._get_backend(torch.device("cpu")).supports_splitting
+    attached = []
+    attach = collectives_torch_entry._to_other_groups(lambda *given: attached.append(given))
+    attach(group, "backends", [0])
+    attach("another group", "backends", [0])
+    assert attached == [("another group", "backends", [0])]
     half = torch.tensor([comm.rank + 1j]).to(torch.complex32)
     group.reduce(half, 0).wait()
     assert half.tolist() == [
