@@ -32,7 +32,7 @@ _known: set[Any] = set()
 def lower_in_place(contains: Contains) -> None:
     """Lower from now on what contains a call where it is used.
 
-    Again before a program is lowered: some of JAX's modules, imported later, have more rules.
+    Again when a call is traced: modules of JAX that were imported meanwhile have added rules.
     """
     if len(_known) == len(mlir._lowerings):
         return

@@ -14,6 +14,7 @@ class Names:
     """The names that torch reads and sets, and what the group can't do."""
 
     _backend = _name = _description = ""
+    records_itself = True  # read by collectives_torch_entry
     supports_splitting = _supports_time_estimate = False
     # From torch 2.15 on.
     supports_reconfigure = supports_window = supports_abort_hooks = False

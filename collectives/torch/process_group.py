@@ -39,8 +39,6 @@ _UNSHOWN = nullcontext()
 class CollectivesProcessGroup(Names, dist.ProcessGroup):
     """A group of ranks whose tensors lie on the CPU or a GPU."""
 
-    records_itself = True  # read by collectives_torch_entry
-
     def __init__(
         self,
         backend: str,

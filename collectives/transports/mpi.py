@@ -62,7 +62,9 @@ class MpiTransport(Transport):
     @cached_property
     def world_ranks(self) -> Sequence[int]:  # type: ignore[override]  # for errors alone
         """The numbers in MPI_COMM_WORLD."""
-        ranks = self.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        if self._comm is None:
+            return ()
+        ranks = self._comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         return () if MPI.UNDEFINED in ranks else ranks
 
     @property

@@ -241,9 +241,10 @@ class PreemptionCheckpointHandler:
             self._handle_as_before(number)
 
     def _handle_as_before(self, number: int) -> None:
-        handler = self._before.pop(number)
+        handler = self._before.get(number)
         # None: one that was installed before Python started.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.pop(number, None)
 
     def __enter__(self) -> PreemptionCheckpointHandler:
         return self

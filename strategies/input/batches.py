@@ -7,7 +7,7 @@ sent from their own memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,22 @@ def contiguous_part(batch: Any, rank: int, size: int) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """The batch with copies of NumPy's arrays: a dataset may reuse the same one for every batch."""
-    return nest.map_leaves(
-        lambda leaf: leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf, batch
-    )
+    """The batch with arrays of its own: a dataset may reuse the same array for every batch.
+
+    Tensors in pinned memory and on GPUs, and those of which gradients are wanted, are not copied.
+    """
+    return nest.map_leaves(_copied_array, batch)
+
+
+def _copied_array(leaf: Any) -> Any:
+    if is_torch(leaf):
+        plain = leaf.device.type == "cpu" and not leaf.requires_grad and not leaf.is_pinned()
+        return leaf.clone() if plain else leaf
+    return leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch from several, concatenated along axis 0. ValueError where structures differ."""
+    """One batch from several, concatenated along axis 0. ValueError where their keys differ."""
     if len(batches) == 1:
         return batches[0]
     columns = columns_of(batches, "batches")
@@ -66,11 +74,11 @@ def concatenate(batches: Sequence[Any]) -> Any:
 
 
 def columns_of(rows: Sequence[Any], what: str) -> Iterator[tuple[Any, ...]]:
-    """The leaves at each place of several nests; ValueError where their structures differ."""
-    first, *others = map(nest.structure, rows)
+    """The leaves at each place of several nests; ValueError where their keys differ."""
+    first, *others = (row.keys() if isinstance(row, Mapping) else () for row in rows)
     for other in others:
         if other != first:
-            raise ValueError(f"{what} of different structures: {first} and {other}")
+            raise ValueError(f"{what} have different keys: {list(first)} and {list(other)}")
     return zip(*map(nest.leaves, rows), strict=True)
 
 

@@ -47,10 +47,10 @@ class GlobalDigest(NamedTuple):
     """A digest of the last iteration's first global batch, in hexadecimal digits."""
 
     warning: str = ""
-    """What is logged where the ranks' digests differ."""
+    """What is logged where the ranks' digests differ, or their numbers of batches."""
 
     ends_alike: bool = False
-    """Whether a rank has a part of every batch, so that all end at the same step."""
+    """Whether every rank has a part of each batch, so that all end at the same step."""
 
 
 class NextBatch:

@@ -45,7 +45,7 @@ def distribute(
     ahead = ReadAhead(depth, RandomOrder(dataset))
 
     def begin() -> Batches:
-        return ahead.read(shard())
+        return ahead.read(_copies(shard()) if depth else shard())
 
     if isinstance(shard, _Parts):
         digest = GlobalDigest(lambda: shard.digest, _DIFFERENT_BATCHES, ends_alike=True)
@@ -83,7 +83,7 @@ def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[
     if isinstance(dataset, DistributedDataset):
         raise TypeError("dataset is a DistributedDataset: must be one that is not distributed yet")
     if sharding.policy is AutoShardPolicy.DATA:
-        return _Parts(InOneOrder(dataset, sharding.seed), rank, size)
+        return _Parts(InOneOrder(dataset, sharding.seed, divided=size > 1), rank, size)
     if sharding.policy is AutoShardPolicy.FILE:
         dataset = dataset.auto_shard(size, rank)
     if sharding.own_seeds:
@@ -113,6 +113,11 @@ class _Parts:
 
 def _rebatched(dataset: Any, rank: int, size: int) -> Batches:
     yield from rebatched(iterate(dataset), rank, size, batch_size_of(dataset))
+
+
+def _copies(batches: Batches) -> Batches:
+    with closing(batches):
+        yield from map(copied, batches)
 
 
 def _unchanged(dataset: Any) -> Batches:
@@ -214,7 +219,7 @@ class _Reader:
             with closing(batches):
                 self._free_slots.acquire()
                 for batch in batches:
-                    self._ready.put((copied(batch), self._now()))
+                    self._ready.put((batch, self._now()))
                     self._free_slots.acquire()
                     if self.thread.stopped.is_set():
                         return

@@ -102,7 +102,10 @@ class JoinedBatches:
     same way.
     """
 
-    _FORWARDED = ("files", "is_shuffled", "options", "batch_sampler", "sampler")
+    _FORWARDED = (
+        *("files", "is_shuffled", "options"),
+        *("batch_sampler", "sampler", "num_workers", "in_order"),
+    )
     _TRANSFORMING = ("auto_shard", "with_seed")
 
     def __init__(self, dataset: Any, count: int) -> None:

@@ -121,13 +121,14 @@ def shared_order(dataset: Any) -> Callable[[int], None] | None:
 class InOneOrder:
     """A dataset that several ranks iterate in an order which their equal seed determines."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        """ValueError for a DataLoader whose worker processes determine the order."""
-        if getattr(dataset, "num_workers", 0) and not getattr(dataset, "in_order", True):
+    def __init__(self, dataset: Any, seed: int, *, divided: bool = True) -> None:
+        """`divided`: the ranks take parts. ValueError where worker processes change the order."""
+        by_workers = getattr(dataset, "num_workers", 0) and not getattr(dataset, "in_order", True)
+        if divided and by_workers:
             raise ValueError(
-                "a DataLoader with in_order=False gives each rank another order, in which the ranks"
-                " would take parts of different batches: must be in_order=True, or"
-                " AutoShardPolicy.OFF, or a pipeline of distribute_datasets_from_function"
+                "a DataLoader with in_order=False gives each rank another order, and the ranks"
+                " would take parts of different batches: must be in_order=True, or each rank needs"
+                " a pipeline of its own"
             )
         self._dataset = dataset.with_seed(seed, 0) if hasattr(dataset, "with_seed") else dataset
         self._seeds, self._set_seed = count(seed * _MOST_ITERATIONS), shared_order(dataset)

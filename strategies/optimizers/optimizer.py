@@ -86,10 +86,10 @@ class Optimizer(ABC):
     def learning_rate(self, learning_rate: Rate) -> None:
         if not callable(learning_rate):
             text = f"learning_rate={learning_rate!r}: must be a number or a function of the step"
-            # Of a Variable, `restore` would keep the number alone.
-            _as_number(None if isinstance(learning_rate, Variable) else learning_rate, text)
-        self._given_rate = learning_rate
-        self._known_rate = None
+            if isinstance(learning_rate, Variable):  # `restore` would keep the number alone
+                raise TypeError(f"{text}, such as lambda step: float(variable)")
+            _as_number(learning_rate, text)
+        self._given_rate, self._known_rate = learning_rate, None
 
     @property
     @abstractmethod

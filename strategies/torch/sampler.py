@@ -35,10 +35,10 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
     next epoch is stored, if the program sets epochs. The position is that of the iteration which
     began last: what a DataLoader has delivered, also of batches that its worker processes read
-    ahead. A warning is logged where it is not known: with worker processes and `in_order=False`, a
-    batch sampler or loader of another class than torch's, or a sampler around this one; and before
-    the end of an iteration that a thread of the strategy reads ahead
-    (`InputOptions.experimental_per_replica_buffer_size`).
+    ahead; a batch whose reading has failed counts. A warning is logged where it is not known: with
+    worker processes and `in_order=False`, a batch sampler or loader of another class than torch's,
+    or a sampler around this one; and before the end of an iteration that a thread of the strategy
+    reads ahead (`InputOptions.experimental_per_replica_buffer_size`).
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def _obstacle(loader: Any, sampler: ReplicaSampler) -> str:
     if type(loader) is not torch.utils.data.dataloader._MultiProcessingDataLoaderIter:
         return f"has a loader of class {type(loader).__name__}"
     if batches is not sampler:
-        if type(batches).__iter__ is not torch.utils.data.BatchSampler.__iter__:
+        if getattr(type(batches), "__iter__", None) is not torch.utils.data.BatchSampler.__iter__:
             return f"has a batch sampler of class {type(batches).__name__}"
         if batches.sampler is not sampler:
             return f"has a sampler of class {type(batches.sampler).__name__} around it"

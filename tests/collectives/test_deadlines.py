@@ -113,8 +113,10 @@ def test_messages_name_the_numbers_in_the_world_too(comm, nodes):
     backwards.Free()
     late = group.size - 1
     message = np.zeros(SMALL)
+    CALLS["asynchronous"](group)
     for call in (*CALLS.values(), lambda group: group.recv(message, late)):
-        group.deadline = 0.3
+        wait_for_all()
+        group.deadline = 0.6
         if group.rank != late:
             with pytest.raises(TimeoutError, match=rf" rank {late} \(world rank 0\)"):
                 call(group)

@@ -9,8 +9,8 @@ from collectives import Communicator
 from collectives.transports import local
 from strategies import LocalSGDStrategy
 from strategies.input import AutoShardPolicy, InputOptions, TensorSpec
-from strategies.input.rebatching import rebatched
-from strategies.input.sources import shared_order
+from strategies.input.rebatching import JoinedBatches, rebatched
+from strategies.input.sources import InOneOrder, shared_order
 from tests.strategies.support import on_ranks, readers, refusal, until
 
 torch = pytest.importorskip("torch", reason="torch isn't installed: DataLoader can't be tested")
@@ -109,6 +109,13 @@ def test_batches_of_worker_processes_must_come_in_order():
         )
 
     on_ranks(2, body)
+    on_ranks(1, lambda strategy: strategy.experimental_distribute_dataset(loader))
+    with pytest.raises(ValueError, match="in_order=False"):
+        InOneOrder(JoinedBatches(loader, 2), 0)
+    # A generator may give one tensor for all batches.
+    tensor = torch.zeros(2)
+    (joined,) = JoinedBatches((tensor.fill_(number) for number in (1, 2)), 2)
+    assert joined.tolist() == [1, 1, 2, 2]
 
 
 def test_a_random_order_is_the_chiefs_under_local_sgd():
