@@ -370,6 +370,7 @@ def check_functional(torch, dist, comm, backend):
         torch.testing.assert_close(compiled(given)[0], rows)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize(
     "backend",
     [
