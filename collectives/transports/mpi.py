@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -59,13 +59,17 @@ class MpiTransport(Transport):
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
 
-    @cached_property
+    @property
     def world_ranks(self) -> Sequence[int]:  # type: ignore[override]  # for errors alone
-        """The numbers in MPI_COMM_WORLD."""
-        if self._comm is None:
+        """The numbers in MPI_COMM_WORLD; none where MPI may not be called."""
+        if self._comm is None or not self._is_usable():
             return ()
         ranks = self._comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         return () if MPI.UNDEFINED in ranks else ranks
+
+    def _is_usable(self) -> bool:
+        """Whether this thread may call MPI."""
+        return (self.threads or MPI.Is_thread_main()) and not MPI.Is_finalized()
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -118,8 +122,7 @@ class MpiTransport(Transport):
 
     def progress(self) -> None:
         """Probe for a message that never comes, from this rank: no other's failure ends it."""
-        usable = self.threads or MPI.Is_thread_main()
-        if usable and self._comm is not None and not MPI.Is_finalized():
+        if self._comm is not None and self._is_usable():
             self._comm.Iprobe(self.rank, _UNUSED_TAG)
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:

@@ -84,6 +84,10 @@ class Strategy(Replication):
 
         return scope_with_keras(self, scope)
 
+    def synchronize(self) -> None:
+        """Make the replicas' variables equal, which they are but under LocalSGDStrategy."""
+        contexts.require_cross_replica("Strategy.synchronize", self)
+
     def run(
         self,
         fn: Callable[..., Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import signal
@@ -32,6 +33,9 @@ _NAME = "PreemptionCheckpointHandler"
 _NUMBER = re.compile(r"-([0-9]+)(\.[a-z]+)?\Z")
 # The last checkpoint of a grace period begins while there is time for so many like the first one.
 _RESERVE = 2
+_TRAINING, _NOTICED, _OVER = range(3)
+# For so long a forked process that is terminated waits for a notice to its rank.
+_NOTICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class PreemptionCheckpointHandler:
     communicator: by default that of the checkpoint. All of its ranks make the same calls of this
     object, which is not the case under `ParameterServerStrategy`.
 
-    The signals are handled from now on until `close`, or the end of a `with` block. Collective. The
+    The signals are handled from now on until `close`, or the end of a `with` block. Processes that
+    are forked off a rank meanwhile ignore them, since launchers signal them, too; SIGTERM ends them
+    where the rank has got none within a second, or is over, and a second one does. Collective. The
     constructor is to be called on the main thread. Raises TypeError for other objects, ValueError
     where `checkpoint_dir` is missing or surplus, and the errors of `restore_or_initialize`.
     (https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler)
@@ -117,7 +123,10 @@ class PreemptionCheckpointHandler:
         """When this rank was told that it is to be terminated, or that another one is."""
         self._saved_in: float | None = None
         """How many seconds the first checkpoint of the grace period took."""
-        self._process = os.getpid()
+        self._process, self._spared = os.getpid(), False
+        self._state = mmap.mmap(-1, 1)
+        """One byte, which processes that are forked off the rank see."""
+        self._state[0] = _TRAINING
         self._before = {
             number: signal.signal(number, self._notice) for number in set(self._config.signals)
         }
@@ -194,8 +203,10 @@ class PreemptionCheckpointHandler:
         elif over:
             self._save(*args, **kwargs)
             self._noticed = self._saved_in = None
+            self._state[0] = _OVER
             exit_fn = self._config.exit_fn
             sys.exit(RESTART_CODE) if exit_fn is None else exit_fn()
+            self._state[0] = _TRAINING
 
     def _agreed(self) -> tuple[bool, bool]:
         """Whether any rank is to be terminated, and whether it is time for the last checkpoint."""
@@ -228,15 +239,26 @@ class PreemptionCheckpointHandler:
         self._manager.save(number)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            # A process that was forked off the rank: it saves nothing, and must end all the same.
-            self._handle_as_before(number)
-            os.kill(os.getpid(), number)
+        if os.getpid() == self._process:
+            self._state[0] = _NOTICED
+            self._noticed = self._noticed or time.monotonic()
+        elif number == signal.SIGTERM:
+            self._end_forked_process()
+
+    def _end_forked_process(self) -> None:
+        """End this process, but for a notice that a launcher sends to all, which the rank needs."""
+        end = time.monotonic() + _NOTICE_SECONDS
+        while self._state[0] == _TRAINING and time.monotonic() < end:
+            time.sleep(0.01)
+        if self._state[0] == _NOTICED and not self._spared:
+            self._spared = True
             return
-        self._noticed = self._noticed or time.monotonic()
+        self._handle_as_before(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         """Handle the signals as before."""
+        self._state[0] = _OVER
         for number in list(self._before):
             self._handle_as_before(number)
 

@@ -219,8 +219,10 @@ class OptimizerState(State):
         names = self.optimizer.rule.slots
         if any(slot[2] for slot in slots.values()):
             # Named variables that are updated later would take the numbers of those without names.
+            # Those on servers have other numbers on workers.
             for variable in self.variables.values():
-                self.optimizer.slots_of(variable.storage, ())
+                if isinstance(variable.storage, LocalStorage):
+                    self.optimizer.slots_of(variable.storage, ())
         for slot in slots.values():
             if slot[3]:
                 # Creates the slots now: processes may number the variables differently.

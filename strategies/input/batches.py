@@ -74,7 +74,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
 
 
 def columns_of(rows: Sequence[Any], what: str) -> Iterator[tuple[Any, ...]]:
-    """The leaves at each place of several nests; ValueError where their keys differ."""
+    """The leaves at each place of several nests; ValueError where the outermost keys differ."""
     first, *others = (row.keys() if isinstance(row, Mapping) else () for row in rows)
     for other in others:
         if other != first:

@@ -47,7 +47,7 @@ class GlobalDigest(NamedTuple):
     """A digest of the last iteration's first global batch, in hexadecimal digits."""
 
     warning: str = ""
-    """What is logged where the ranks' digests differ, or their numbers of batches."""
+    """What is logged where the ranks' digests differ or, if they end alike, their numbers."""
 
     ends_alike: bool = False
     """Whether every rank has a part of each batch, so that all end at the same step."""

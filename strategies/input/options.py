@@ -42,7 +42,8 @@ class InputOptions(FixedAttributes):
     """How a dataset is distributed, as `tf.distribute.InputOptions`, with additions.
 
     experimental_per_replica_buffer_size: the number of batches that a thread reads ahead. 0 (the
-    default; TensorFlow's is 1) reads each batch when it is requested.
+    default; TensorFlow's is 1) reads each batch when it is requested. What is read ahead of a
+    dataset of `distribute_datasets_from_function` must not use the same arrays for every batch.
     auto_shard_policy: overrides the policy in the dataset's own options; None keeps that one.
     sharding: "seed_offset" makes every rank read everything in a different order: shuffles add
     the rank to their seed (`Dataset.with_seed`). Batches are cut as under OFF.

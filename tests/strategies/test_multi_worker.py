@@ -12,7 +12,7 @@ from strategies.cluster_resolver import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from tests.strategies.support import strategy_of, tf_config
+from tests.strategies.support import refusal, strategy_of, tf_config
 
 pytestmark = pytest.mark.mpi
 
@@ -200,6 +200,12 @@ def test_the_mpi_resolver_makes_every_rank_a_worker(comm, monkeypatch):
 def test_a_resolver_without_a_cluster(comm):
     with strategy_of(comm, SimpleClusterResolver(ClusterSpec({}))) as strategy:
         assert (strategy.communicator.rank, strategy.num_replicas_in_sync) == (comm.rank, comm.size)
+
+
+def test_replicas_in_step_have_nothing_to_synchronize(comm):
+    with strategy_of(comm) as strategy:
+        strategy.synchronize()
+        refusal(RuntimeError, "inside `run`", strategy.run, strategy.synchronize)
 
 
 def test_the_world_is_all_ranks_by_default(comm, place):

@@ -68,28 +68,50 @@ def test_all_ranks_save_after_the_step_of_the_signal_and_go_on_there(comm, direc
 
 FORKING = """
 import multiprocessing, os, signal, sys, time
-import strategies
-from strategies import Checkpoint, Variable
-from strategies.experimental import PreemptionCheckpointHandler
+from strategies import Checkpoint, CheckpointManager, Variable
+from strategies.experimental import PreemptionCheckpointHandler, TerminationConfig
 
-def work(ready):
-    ready.set()
-    time.sleep(60)
+def work(pipe):
+    pipe.send("ready")
+    while True:
+        time.sleep(1)
+        pipe.send("working")
 
+def start():
+    here, there = multiprocessing.Pipe()
+    process = forking.Process(target=work, args=(there,), daemon=True)
+    process.start()
+    assert here.recv() == "ready"
+    return process, here
+
+def save():
+    while pipe.poll():
+        pipe.recv()
+    assert pipe.recv() == "working"  # after the signal
+    manager.save()
+
+if os.getpgrp() != os.getpid():  # MPICH's launcher has made a group
+    os.setpgrp()
 forking = multiprocessing.get_context("fork")
-ready = forking.Event()
-checkpoint = Checkpoint(number=Variable(0.0))
-with PreemptionCheckpointHandler(None, checkpoint, sys.argv[1]) as handler:
-    # Python terminates it at the exit of the program, and waits for its end.
-    forking.Process(target=work, args=(ready,), daemon=True).start()
-    ready.wait()
-    handler.run(os.kill, os.getpid(), signal.SIGTERM)
+number = signal.Signals[sys.argv[2]]
+manager = CheckpointManager(Checkpoint(number=Variable(0.0)), sys.argv[1], 1)
+config = TerminationConfig(save_fn=save, signals=(signal.SIGTERM, number))
+handler = PreemptionCheckpointHandler(None, manager, None, config)
+process, pipe = start()
+process.terminate()
+process.join()
+assert process.exitcode == -signal.SIGTERM
+# Python terminates it at the exit of the program, and waits for its end.
+process, pipe = start()
+handler.run(os.killpg, 0, number)
 """
 
 
 @pytest.mark.ranks(1)
-def test_a_process_that_was_forked_ends_by_the_signal(launch, tmp_path):
-    ended = launch(1, [sys.executable, "-c", FORKING, str(tmp_path)], timeout=30)
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_a_forked_process_works_until_its_rank_has_saved(launch, tmp_path, number):
+    """The signal is sent to the group of processes, as launchers do."""
+    ended = launch(1, [sys.executable, "-c", FORKING, str(tmp_path), number], timeout=30)
     assert ended.returncode == 42, ended.stderr
     assert latest_checkpoint(tmp_path) is not None
 
