@@ -64,12 +64,15 @@ class MpiTransport(Transport):
         """The numbers in MPI_COMM_WORLD; none where MPI may not be called."""
         if self._comm is None or not self._is_usable():
             return ()
-        ranks = self._comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        own, world = self._comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = own.Translate_ranks(None, world)
+        own.Free()
+        world.Free()
         return () if MPI.UNDEFINED in ranks else ranks
 
     def _is_usable(self) -> bool:
         """Whether this thread may call MPI."""
-        return (self.threads or MPI.Is_thread_main()) and not MPI.Is_finalized()
+        return not MPI.Is_finalized() and (self.threads or MPI.Is_thread_main())
 
     @property
     def comm(self) -> MPI.Intracomm:

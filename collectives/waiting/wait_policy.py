@@ -228,19 +228,23 @@ class WaitPolicy:
         return error if self.limit is not None else self.exceeded(absent())
 
     def _text(self, waited: str, absent: dict[int, str]) -> str:
-        ranks = ", ".join(f"{self.name(rank)}{note}" for rank, note in sorted(absent.items()))
+        numbers = self.world_ranks()
+        named = [f"{_named(rank, numbers)}{note}" for rank, note in sorted(absent.items())]
         call = self.call
-        return f"{call}, {waited} {ranks or 'other ranks'} ({self.current_line()})"
+        return f"{call}, {waited} {', '.join(named) or 'other ranks'} ({self.current_line()})"
 
     def name(self, rank: int) -> str:
         """The rank, for messages; with its number in the world where that is another."""
-        numbers = self.world_ranks()
-        number = numbers[rank] if numbers else rank
-        return f"rank {rank}" if number == rank else f"rank {rank} (world rank {number})"
+        return _named(rank, self.world_ranks())
 
     def current_line(self) -> str:
         """File and line of the user's call that waits."""
         return self.line or calling_line()
+
+
+def _named(rank: int, numbers: Sequence[int]) -> str:
+    number = numbers[rank] if numbers else rank
+    return f"rank {rank}" if number == rank else f"rank {rank} (world rank {number})"
 
 
 def calling_line(frame: FrameType | None = None) -> str:

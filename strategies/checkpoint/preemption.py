@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -33,9 +34,8 @@ _NAME = "PreemptionCheckpointHandler"
 _NUMBER = re.compile(r"-([0-9]+)(\.[a-z]+)?\Z")
 # The last checkpoint of a grace period begins while there is time for so many like the first one.
 _RESERVE = 2
-_TRAINING, _NOTICED, _OVER = range(3)
-# For so long a forked process that is terminated waits for a notice to its rank.
-_NOTICE_SECONDS = 1.0
+# A signal to a forked process was sent to its rank, too, if they are no further apart.
+_TOGETHER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class PreemptionCheckpointHandler:
 
     The signals are handled from now on until `close`, or the end of a `with` block. Processes that
     are forked off a rank meanwhile ignore them, since launchers signal them, too; SIGTERM ends them
-    where the rank has got none within a second, or is over, and a second one does. Collective. The
-    constructor is to be called on the main thread. Raises TypeError for other objects, ValueError
-    where `checkpoint_dir` is missing or surplus, and the errors of `restore_or_initialize`.
+    unless the rank is given notice within a second of it. Collective. The constructor is to be
+    called on the main thread. Raises TypeError for other objects, ValueError where `checkpoint_dir`
+    is missing or surplus, and the errors of `restore_or_initialize`.
     (https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler)
     """
 
@@ -123,10 +123,10 @@ class PreemptionCheckpointHandler:
         """When this rank was told that it is to be terminated, or that another one is."""
         self._saved_in: float | None = None
         """How many seconds the first checkpoint of the grace period took."""
-        self._process, self._spared = os.getpid(), False
-        self._state = mmap.mmap(-1, 1)
-        """One byte, which processes that are forked off the rank see."""
-        self._state[0] = _TRAINING
+        self._process = os.getpid()
+        # A number that processes which are forked off the rank see.
+        self._told = memoryview(mmap.mmap(-1, 8)).cast("d")
+        """When the rank was given notice; 0: it was not, inf: it is over."""
         self._before = {
             number: signal.signal(number, self._notice) for number in set(self._config.signals)
         }
@@ -203,10 +203,10 @@ class PreemptionCheckpointHandler:
         elif over:
             self._save(*args, **kwargs)
             self._noticed = self._saved_in = None
-            self._state[0] = _OVER
+            self._told[0] = math.inf
             exit_fn = self._config.exit_fn
             sys.exit(RESTART_CODE) if exit_fn is None else exit_fn()
-            self._state[0] = _TRAINING
+            self._told[0] = self._noticed or 0
 
     def _agreed(self) -> tuple[bool, bool]:
         """Whether any rank is to be terminated, and whether it is time for the last checkpoint."""
@@ -240,25 +240,23 @@ class PreemptionCheckpointHandler:
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
-            self._state[0] = _NOTICED
-            self._noticed = self._noticed or time.monotonic()
-        elif number == signal.SIGTERM:
-            self._end_forked_process()
+            self._told[0] = time.monotonic()
+            self._noticed = self._noticed or self._told[0]
+        elif number == signal.SIGTERM and not self._is_told_with_rank():
+            self._handle_as_before(number)
+            os.kill(os.getpid(), number)
 
-    def _end_forked_process(self) -> None:
-        """End this process, but for a notice that a launcher sends to all, which the rank needs."""
-        end = time.monotonic() + _NOTICE_SECONDS
-        while self._state[0] == _TRAINING and time.monotonic() < end:
+    def _is_told_with_rank(self) -> bool:
+        """Whether the rank, which needs this process, is given notice now, as launchers do."""
+        start = time.monotonic()
+        while self._told[0] == 0 and time.monotonic() < start + _TOGETHER_SECONDS:
             time.sleep(0.01)
-        if self._state[0] == _NOTICED and not self._spared:
-            self._spared = True
-            return
-        self._handle_as_before(signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        return abs(self._told[0] - start) < _TOGETHER_SECONDS
 
     def close(self) -> None:
         """Handle the signals as before."""
-        self._state[0] = _OVER
+        if os.getpid() == self._process:
+            self._told[0] = math.inf
         for number in list(self._before):
             self._handle_as_before(number)
 

@@ -300,6 +300,15 @@ def shuffled_pieces_are_every_row_once():
     together.fit(X, Y, epochs=2, verbose=0)
     together.fit(Batches(), epochs=2, verbose=0)
     assert_same_everywhere(weights_of(together).tobytes())
+    if BACKEND == "torch":
+        import torch
+
+        data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+        torch.manual_seed(RANK)
+        shuffled = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
+        for _ in range(2):
+            found = together.evaluate(shuffled, verbose=0)
+            np.testing.assert_allclose(found, together.evaluate(X, Y, verbose=0), rtol=1e-5)
 
 
 class Kept(keras.metrics.MeanAbsoluteError):
