@@ -76,9 +76,9 @@ class PreemptionCheckpointHandler:
 
     The signals are handled from now on until `close`, or the end of a `with` block. Processes that
     are forked off a rank meanwhile ignore them, since launchers signal them, too; SIGTERM ends them
-    unless the rank is given notice within a second of it. Collective. The constructor is to be
-    called on the main thread. Raises TypeError for other objects, ValueError where `checkpoint_dir`
-    is missing or surplus, and the errors of `restore_or_initialize`.
+    unless the rank is given notice within a second of it, and a second one does. Collective. The
+    constructor is to be called on the main thread. Raises TypeError for other objects, ValueError
+    where `checkpoint_dir` is missing or surplus, and the errors of `restore_or_initialize`.
     (https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler)
     """
 
@@ -127,6 +127,8 @@ class PreemptionCheckpointHandler:
         # A number that processes which are forked off the rank see.
         self._told = memoryview(mmap.mmap(-1, 8)).cast("d")
         """When the rank was given notice; 0: it was not, inf: it is over."""
+        self._ignored = 0.0
+        """The notice for which this process, a forked one, has ignored a signal."""
         self._before = {
             number: signal.signal(number, self._notice) for number in set(self._config.signals)
         }
@@ -249,9 +251,12 @@ class PreemptionCheckpointHandler:
     def _is_told_with_rank(self) -> bool:
         """Whether the rank, which needs this process, is given notice now, as launchers do."""
         start = time.monotonic()
-        while self._told[0] == 0 and time.monotonic() < start + _TOGETHER_SECONDS:
+        earliest, latest = start - _TOGETHER_SECONDS, start + _TOGETHER_SECONDS
+        while self._told[0] < earliest and time.monotonic() < latest:
             time.sleep(0.01)
-        return abs(self._told[0] - start) < _TOGETHER_SECONDS
+        # What comes after the notice is from the rank.
+        before, self._ignored = self._ignored, self._told[0]
+        return before != self._ignored and earliest < self._ignored < latest
 
     def close(self) -> None:
         """Handle the signals as before."""

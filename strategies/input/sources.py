@@ -118,11 +118,6 @@ def shared_order(dataset: Any) -> Callable[[int], None] | None:
     return set_seed
 
 
-def has_shared_order(dataset: Any) -> bool:
-    """Whether a function of `shared_order` has set the seed of the DataLoader's order before."""
-    return hasattr(_sampler_of(dataset), _OWN_ORDER)
-
-
 class InOneOrder:
     """A dataset that several ranks iterate in an order which their equal seed determines."""
 

@@ -23,7 +23,7 @@ from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import compare
 from strategies.input import DistributedDataset
 from strategies.input.batches import digest_of
-from strategies.input.sources import has_shared_order, shared_order
+from strategies.input.sources import shared_order
 from strategies.keras.orders import OrderedPyDataset, has_workers
 from strategies.keras.shares import length_of, share_of
 from strategies.keras.training import Training
@@ -247,7 +247,7 @@ def share_data(
         shuffled = bool(shuffle) and x.num_batches is not None
         if shuffled or has_workers(x):
             x = OrderedPyDataset(x, seed if shuffled else None)
-    elif (set_seed := shared_order(x)) is not None and (shuffle or not has_shared_order(x)):
+    elif (set_seed := shared_order(x)) is not None:
         # A DataLoader shuffles whatever Keras is told, in evaluations, too.
         set_seed(seed)
     whole = get_data_adapter(x, y, sample_weight, **options)

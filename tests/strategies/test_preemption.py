@@ -88,6 +88,10 @@ def save():
     while pipe.poll():
         pipe.recv()
     assert pipe.recv() == "working"  # after the signal
+    if number == signal.SIGTERM:
+        # Not by its launcher: it has had its notice.
+        process.terminate()
+        process.join()
     manager.save()
 
 if os.getpgrp() != os.getpid():  # MPICH's launcher has made a group
