@@ -66,7 +66,7 @@ def _copied_array(leaf: Any) -> Any:
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """One batch from several, concatenated along axis 0. ValueError where their keys differ."""
+    """One batch from several, along axis 0. ValueError where their outermost keys differ."""
     if len(batches) == 1:
         return batches[0]
     columns = columns_of(batches, "batches")
