@@ -240,6 +240,19 @@ def reword(error: DeadlineExceededError | MismatchError, group: str) -> None:
         error.args = (f"group {group!r} was closed by rank {gone[0]}: {error}",)
 
 
+def reword_monitored(error: DeadlineExceededError, rank: int) -> None:
+    """Name the absent ranks of a monitored barrier, in gloo's words, which torch's tests read."""
+    ranks = ", ".join(map(str, error.absent))
+    absent = f"Rank {ranks}" if len(error.absent) == 1 else f"Ranks {ranks}"
+    text = f"Rank {rank} timed out in monitoredBarrier"
+    if rank:
+        text = (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while"
+            " waiting for send/recv from rank 0"
+        )
+    error.args = (f"{text}. {absent} failed to pass monitoredBarrier: {error}",)
+
+
 def _with_line(error: BaseException, line: str) -> BaseException:
     """The error with the line that made the call, which its traceback does not show."""
     if error.args and isinstance(error.args[0], str):

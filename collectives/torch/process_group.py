@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError, UnusableError
 from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, settled, split
-from collectives.torch.call_queue import CallQueue, reword
+from collectives.torch.call_queue import CallQueue, reword, reword_monitored
 from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
@@ -213,9 +213,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         try:
             self._run(opts, "monitored_barrier", [], self._comm.barrier).wait()
         except DeadlineExceededError as error:
-            absent = ", ".join(map(str, error.absent))
-            text = f"Rank {self._comm.rank} timed out in monitoredBarrier"
-            error.args = (f"{text}. Ranks {absent} failed to pass monitoredBarrier: {error}",)
+            reword_monitored(error, self._comm.rank)
             raise
 
     # The names that torch uses elsewhere.
