@@ -30,6 +30,8 @@ from collectives.launching.hosts import Host, listening_address, process_mapping
 
 _SERVER = str(Path(__file__).with_name("pmi_server.py"))
 _SESSION = "session"
+# Set by a rank of another world size than rank 0, which may wait for ranks that no process has.
+_MISFIT = "misfit"
 # Polled, because torch's stores print a warning when a wait times out.
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 5e-2
 _LONGEST_CONNECT = 10.0
@@ -141,7 +143,7 @@ class Exchange:
             self._await_all(session, names)
             ranks = [json.loads(self._store.get(name)) for name in names]
             hosts = [Host(*host) for _, _, *host in ranks]
-            problem = self._other_sizes(size for size, *_ in ranks)
+            problem = self._other_sizes(enumerate(size for size, *_ in ranks))
             server = _Server(problem=problem) if problem else self._configure(process, hosts)
             self._store.set(f"{session}/server", json.dumps(server))
             if (failure := self._failure_of(server, session)) is not None:
@@ -154,9 +156,12 @@ class Exchange:
     def _await_all(self, session: str, names: list[str]) -> None:
         try:
             while not self._store.check(names):
+                if self._store.check([f"{session}/{_MISFIT}"]):
+                    misfit = json.loads(self._store.get(f"{session}/{_MISFIT}"))
+                    raise LaunchError(self._other_sizes([misfit]))
                 self._sleep(session)
-        except DeadlineExceededError as error:
-            server = _Server(problem=str(error), absent=error.absent)
+        except (DeadlineExceededError, LaunchError) as error:
+            server = _Server(problem=str(error), absent=getattr(error, "absent", ()))
             self._store.set(f"{session}/server", json.dumps(server))
             # The store may end with this process.
             time.sleep(4 * _LONGEST_SLEEP)
@@ -196,6 +201,8 @@ class Exchange:
             if session != joined:
                 self._preceded = self._store.check([f"{session}/{self._rank}"])
                 self._store.set(f"{session}/{self._rank}", self._own)
+                if self._size_of_rank_0(session) != self._size:
+                    self._store.set(f"{session}/{_MISFIT}", json.dumps([self._rank, self._size]))
                 joined, self._failure, self._failure_limit = session, None, math.inf
             if self._failure is None and self._store.check([f"{session}/server"]):
                 server = _Server(*json.loads(self._store.get(f"{session}/server")))
@@ -218,7 +225,7 @@ class Exchange:
         absent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
         problem = ""
         if session is not None:
-            sizes = self._other_sizes(json.loads(self._store.get(names[0]).decode())[:1])
+            sizes = self._other_sizes([(0, self._size_of_rank_0(session))])
             problem = f"; or {sizes}" if sizes else self._repetition(session)
         # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
         raise self._late(absent or (0,), problem)
@@ -231,9 +238,12 @@ class Exchange:
             repeated |= self._store.get(f"{session}/{self._rank}").decode() != self._own
         return f"; or {self._own_name} was started twice" * repeated
 
-    def _other_sizes(self, sizes: Iterable[int]) -> str:
-        """Which of the first ranks are of a world of another size than this one; "" for none."""
-        others = [f"rank {r} of {size}" for r, size in enumerate(sizes) if size != self._size]
+    def _size_of_rank_0(self, session: str) -> int:
+        return int(json.loads(self._store.get(f"{session}/0"))[0])
+
+    def _other_sizes(self, sizes: Iterable[tuple[int, int]]) -> str:
+        """Which of the (rank, size) are of a world of another size than this one; "" for none."""
+        others = [f"rank {r} of {size}" for r, size in sizes if size != self._size]
         what = "the ranks were started as worlds of different sizes"
         return f"{what}: {self._own_name}, but {', '.join(others)}" if others else ""
 

@@ -171,14 +171,17 @@ def test_ranks_of_worlds_of_different_sizes_are_an_error_on_all(monkeypatch):
     from collectives.launching import exchange
 
     monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
-    for sizes, seconds in (((2, 3), 20.0), ((2, 2, 3), (20.0, 20.0, 1.5))):
+    # In the second world rank 0 waits for a rank that no process has.
+    for sizes, seconds in (((2, 3), 20.0), ((3, 2), 20.0), ((2, 2, 3), (20.0, 20.0, 1.5))):
         errors = connect(Store(), len(sizes), seconds, sizes=sizes)
         surplus = len(sizes) == 3
         for rank in (2,) if surplus else (0, 1):
             # The entries may be of an earlier attempt, of which rank 0 alone knows.
             kind = DeadlineExceededError if surplus else LaunchError
             assert isinstance(errors[rank], kind), errors[rank]
-            text = "rank 2 of 3, but rank 0 of 2" if surplus else "rank 0 of 2, but rank 1 of 3"
+            text = f"rank 0 of {sizes[0]}, but rank 1 of {sizes[1]}"
+            if surplus:
+                text = "rank 2 of 3, but rank 0 of 2"
             assert f"as worlds of different sizes: {text}" in str(errors.pop(rank))
         for connected in errors.values():
             connected.pmi.close()
@@ -210,6 +213,7 @@ def test_a_rank_that_was_started_twice_is_named(first_gives_up, monkeypatch):
 def test_a_failure_of_an_earlier_attempt_does_not_end_the_next_one(failure):
     store = Store()
     store.set("session", "old")
+    store.set("old/0", json.dumps([3, "old"]))
     store.set("old/server", json.dumps(failure))
     for _ in range(2):
         assert store.joined.acquire(timeout=10)
@@ -233,6 +237,7 @@ def test_a_published_failure_is_raised_although_its_store_ends():
     store = Ending()
     store.ends = False
     store.set("session", "old")
+    store.set("old/0", json.dumps([3, "old"]))
     store.set("old/server", json.dumps(["", 0, "", "rank 0 can't listen"]))
     with pytest.raises(LaunchError, match="rank 0 can't listen"):
         Exchange(store, 1, 2, 20.0).connect("127.0.0.1")
