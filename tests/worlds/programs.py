@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 def errors_of(ended):
     """A program's stderr, without the reports of slow ranks of a busy machine, and of forks."""
-    text = r"^.*( has waited .* for |: This process .* is multi-threaded, use of fork\(\)).*\n"
+    late, fork = r".* has waited .* for ", r".*: This process .* is multi-threaded, use of fork\(\)"
+    # Python 3.13 shows the line of `python -c`, too.
+    text = rf"^({late}.*\n|{fork}.*\n( .*\n)?)"
     return re.sub(text, "", ended.stderr, flags=re.MULTILINE)
 
 
