@@ -37,8 +37,9 @@ class PytreeState:
     ValueError for two leaves of one path and integers that JAX would change; under LocalSGDStrategy
     also without `parameters`, for parameters that aren't floats or aren't the pytree's, and where
     a pytree is assigned whose structure, shapes or dtypes are others; RuntimeError where one is
-    assigned after an averaging and `value` was not read in between; TypeError under
-    ParameterServerStrategy, whose variables are `strategies.Variable` alone.
+    assigned after an averaging and `value` was not read in between; TypeError for leaves that
+    are neither arrays nor numbers, and under ParameterServerStrategy, whose variables are
+    `strategies.Variable` alone.
     """
 
     def __init__(
@@ -202,6 +203,11 @@ def _is_key(leaf: Any) -> bool:
 def _array_of(name: str, leaf: Any) -> Array:
     """In the dtype that JAX gives the leaf, which may be one of Python's numbers."""
     array = np.asarray(_data_of(leaf))
+    if array.dtype.kind in "OSU":
+        raise TypeError(
+            f"PytreeState: {name} is a {type(leaf).__name__}: must be an array or a number; leave"
+            " others out of the pytree, as equinox.partition does"
+        )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype == array.dtype:
         return array
