@@ -1,4 +1,4 @@
-"""The one kind of cache in which what was looked up or made is kept for the next call."""
+"""The cache of what calls have looked up or made, bounded by the number of its entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEPT = 1024
 
 
 class LRU(OrderedDict[Key, Value]):
-    """The entries that were stored or touched last, `kept` at most.
+    """The entries that were stored or recalled last, `kept` at most.
 
     `get` doesn't count as use, so that a lookup costs no more than a dict's: `recall` does. Several
     threads may use it.

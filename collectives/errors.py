@@ -15,7 +15,8 @@ CollectiveError(RuntimeError)
 └── ScheduleError                 an algorithm does not do what its collective promises
 
 An error that a rank detects from its own arguments (a root out of range, a dtype that cannot be
-reduced) is a ValueError or TypeError, raised before any message is sent.
+reduced) is a ValueError or TypeError, raised before any message is sent; for `out` of `scatter`,
+after the call.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ ENDED = "exit()"
 class MismatchError(CollectiveError):
     """The ranks did not call the same thing.
 
-    The same error is raised on every rank. `calls` holds every rank's call as text, in rank order.
+    The same error is raised on every rank, except for blocks of `all_to_all` and for messages
+    (`recv`, `irecv`), where the receiver alone knows. `calls` holds every rank's call as text, in
+    rank order.
     """
 
     def __init__(

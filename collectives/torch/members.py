@@ -83,7 +83,7 @@ class Members:
             # The rank that serves the store has ended: what the others do can't be known.
             return False
 
-    def all_close(self, seconds: float) -> bool:
+    def await_all_closing(self, seconds: float) -> bool:
         """Whether every member closes it within that time: the same for all members.
 
         A member that arrives later must not close what the others keep: it would wait for them.

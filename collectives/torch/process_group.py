@@ -281,7 +281,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):
         """Complete pending calls, then close it if all ranks do, else at the program's end."""
         self._make_pending()
         self._members.begin_closing()
-        if not self._comm.closed and self._members.all_close(_SHUTDOWN_SECONDS):
+        if not self._comm.closed and self._members.await_all_closing(_SHUTDOWN_SECONDS):
             self._comm.close()
             self._messages.close()
 

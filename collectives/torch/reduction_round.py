@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -236,10 +236,5 @@ def at_end(call: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:
 
 def is_nested() -> bool:
     """Whether this thread is in a backward that a backward made, such as a reentrant checkpoint."""
-    frame: FrameType | None = sys._getframe()
-    count = 0
     code = torch.autograd.graph._engine_run_backward.__code__
-    while frame is not None:
-        count += frame.f_code is code
-        frame = frame.f_back
-    return count > 1
+    return sum(frame.f_code is code for frame, _ in walk_stack(sys._getframe())) > 1

@@ -53,9 +53,9 @@ class Pieces(DataAdapter):
         self._compared = False
         self.lengths: list[int] | None = None
         """The lengths of the global batches in the order of reading, if it is a list."""
-        self.numbers: tuple[int | None, ...] | None = None
+        self.batch_counts: tuple[int | None, ...] | None = None
         """Every rank's number of batches, where they differ and the ranks agree on the end."""
-        self.own_number: int | None = None if training.reduces else whole.num_batches
+        self.own_batch_count: int | None = None if training.reduces else whole.num_batches
         self._begun: Iterator[Any] | None = None
 
     def peek(self) -> Any:
@@ -104,7 +104,7 @@ class Pieces(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """The number of batches, the largest of all ranks' where they differ; None if unknown."""
-        numbers = self.numbers or (self._whole.num_batches,)
+        numbers = self.batch_counts or (self._whole.num_batches,)
         return None if None in numbers else max(numbers)
 
     @property
@@ -273,10 +273,10 @@ def end_together(training: Training, *adapters: Any) -> None:
     pieces = [each for each in adapters if isinstance(each, Pieces)]
     if training.reduces or not pieces:
         return
-    numbers = training.communicator.all_gather_object([each.own_number for each in pieces])
+    numbers = training.communicator.all_gather_object([each.own_batch_count for each in pieces])
     for each, found in zip(pieces, zip(*numbers, strict=True), strict=True):
         if len(set(found)) > 1:
-            each.numbers = found
+            each.batch_counts = found
 
 
 def refuse_different_arrays(communicator: Communicator, name: str, *adapters: Any) -> None:

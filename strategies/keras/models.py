@@ -20,9 +20,9 @@ from strategies.keras.state import (
     average_logs,
     divide_sums,
     finish_step,
+    metric_results,
     refuse_different_weights,
     sum_metrics,
-    updated_metrics,
 )
 from strategies.keras.steps import steps_of
 from strategies.keras.training import Training
@@ -99,7 +99,7 @@ def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
         if found is not logs or not logs:
             return found
         # A step of the program's own returns some of the metrics, or numbers beside them.
-        metrics = updated_metrics(model)
+        metrics = metric_results(model)
         others = {name: number for name, number in logs.items() if name not in metrics}
         means = average_logs(training, others) if others else {}
         return {name: means.get(name, metrics.get(name)) for name in logs}

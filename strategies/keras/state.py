@@ -184,7 +184,7 @@ def sum_metrics(training: Training, model: Any) -> None:
             object.__setattr__(variable, _SUM, total)
 
 
-def updated_metrics(model: Any) -> dict[str, Any]:
+def metric_results(model: Any) -> dict[str, Any]:
     """The metrics' results, without that for the loss if the model's steps don't update it.
 
     Those of `compile` are there by their own names, and by the name of what holds them.

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from strategies.keras.state import statistics_of, updated_metrics
+from strategies.keras.state import metric_results, statistics_of
 from strategies.keras.tensorflow_gradients import Step
 from strategies.keras.training import Training
 
@@ -66,7 +66,7 @@ class StepMethods:
         found = self._kind._get_metrics_result_or_logs(self._model, logs)
         if found is not logs or not logs:
             return found
-        metrics = updated_metrics(self._model)
+        metrics = metric_results(self._model)
         return {name: metrics.get(name, number) for name, number in logs.items()}
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -289,7 +290,4 @@ def _is_called_by(*names: str) -> bool:
 
 def callers() -> Iterator[FrameType]:
     """The frames of the stack, the caller's first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return (frame for frame, _ in walk_stack(sys._getframe(1)))

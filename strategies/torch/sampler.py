@@ -115,7 +115,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
         epoch, position, last = self.epoch, self.position, self._last
-        if last is not None and (reason := last.unknown):
+        if last is not None and (reason := last.why_unknown):
             log.warning(
                 "sampler: the iteration of epoch %d %s, so that what its DataLoader has delivered"
                 " is not known: %d samples are saved as used",
@@ -166,7 +166,7 @@ class _Iteration:
         return self._start + (whole + short - len(self._waiting)) * rows
 
     @property
-    def unknown(self) -> str:
+    def why_unknown(self) -> str:
         """Why it is not known which samples were delivered, of those up to the position; or ""."""
         if self._reader is not None and not self._reader.delivered:
             return "is read ahead"

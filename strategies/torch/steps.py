@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 _WRAPPER = "wrapper"
@@ -49,9 +49,7 @@ def _once(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def stepping() -> Iterator[Any]:
     """The optimizers whose `step` is on the stack, once for each of torch's wrappers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == _WRAPPER and frame.f_globals.get("__name__") == _MODULE:
             yield frame.f_locals.get("self")
-        frame = frame.f_back

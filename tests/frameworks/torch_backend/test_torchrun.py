@@ -120,15 +120,15 @@ def test_a_new_attempt_does_not_see_the_end_of_the_earlier_one(torch, monkeypatc
     first = [Members(store, rank, 2, "first") for rank in (0, 1)]
     for member in first:
         member.begin_closing()
-    assert all(member.all_close(1) for member in first)
+    assert all(member.await_all_closing(1) for member in first)
     second = Members(store, 0, 2, "second")
     second.begin_closing()
-    assert not second.all_close(0.05)
+    assert not second.await_all_closing(0.05)
     # The next group of the same call doesn't wait again.
     third = Members(store, 0, 2, "third")
     third.begin_closing()
     began = time.monotonic()
-    assert not third.all_close(30)
+    assert not third.await_all_closing(30)
     assert time.monotonic() - began < 20
 
 
@@ -164,7 +164,7 @@ def test_a_group_whose_other_members_have_ended_is_not_closed(torch, monkeypatch
     gone.end()
     mine.begin_closing()
     began = time.monotonic()
-    assert not mine.all_close(30)
+    assert not mine.await_all_closing(30)
     assert time.monotonic() - began < 20
 
 
