@@ -241,7 +241,7 @@ def _listen(tasks: Tasks, secret: str, *, insecure: bool) -> socket.socket:
             (address, tasks.port), family=family, backlog=tasks.size + _STRANGERS
         )
     except OSError as error:
-        reason = f"{tasks.names[0]} can't listen on its address in the cluster: {error}"
+        reason = f"{tasks.names[0]} can't listen on its address: {error}"
         if error.errno == errno.EADDRINUSE:
             reason += ". It was started twice, or another program has the port"
         raise LaunchError(reason) from error

@@ -22,7 +22,10 @@ _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 # In this order, because a launcher inside a Slurm job inherits Slurm's variables. SLURM_NTASKS is
 # the size of the allocation, which batch scripts have although they are not tasks of a step.
 _SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", _SLURM_SIZE)
+_OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
+_SIZES = (_OPEN_MPI_SIZE, "PMI_SIZE", _SLURM_SIZE)
+# Variables that all processes have which a task starts.
+_INHERITED_SIZES = (_OPEN_MPI_SIZE, _SLURM_SIZE)
 _RANKS = (*_MPI_RANKS, "SLURM_PROCID")
 # Torchrun's size and rank, used only together, because either alone has other meanings elsewhere.
 _TORCH = ("WORLD_SIZE", "RANK")
@@ -109,7 +112,7 @@ def _is_local_socket(descriptor: int) -> bool:
 def find_torch_launch(environment: Mapping[str, str]) -> TorchLaunch | None:
     """What torchrun, or a user in its place, has set for this process; None if that is not all."""
     rank, size, port = (_number(environment, n) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    host = environment.get("MASTER_ADDR", "")
+    host = environment.get("MASTER_ADDR", "").strip()
     agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not host or rank is None or size is None or port is None:
         return None
@@ -142,8 +145,13 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
     enclosing launcher.
     """
     launcher = find_launcher(environment)
-    if mpi.COMM_WORLD.size > 1 or environment.get(ALLOW_SINGLETON) == "1":
+    allowed = environment.get(ALLOW_SINGLETON, "")
+    if mpi.COMM_WORLD.size > 1 or allowed == "1":
         return
+    if launcher.size == 1 and launcher.variable in _INHERITED_SIZES:
+        # The script of a single task may start several processes by torch's variables.
+        environment = {k: v for k, v in environment.items() if k not in _INHERITED_SIZES}
+        launcher = find_launcher(environment)
     if launcher.variable in ("", _TORCH[0]) and _is_malformed(environment):
         raise torch_variables_refused(environment)
     if launcher.size == 1:
@@ -153,13 +161,15 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
         f"{launcher.size} processes were started ({launcher.variable}={launcher.size}), but MPI"
         f" sees a world of 1 rank, so each of them would run alone. "
         f"{_advice(library, launcher, environment)}"
-        f" If each process is to run alone, set {ALLOW_SINGLETON}=1."
+        f" If each process is to run alone, set {ALLOW_SINGLETON}=1"
+        f"{f', not {allowed!r}' if allowed else ''}."
     )
 
 
 def _is_malformed(environment: Mapping[str, str]) -> bool:
     """Whether something has set torchrun's variables, but not to a rank below a size."""
-    if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
+    pairs = _TORCH, ("MASTER_ADDR", "MASTER_PORT")
+    if not any(all(environment.get(name) for name in pair) for pair in pairs):
         return False
     rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is not None and size is not None:

@@ -87,7 +87,7 @@ def test_all_connections_go_to_the_address_that_the_cluster_names(monkeypatch):
         error = start(dataclasses.replace(whole, rank=rank), 20)
         assert isinstance(error, LaunchError), error
         assert f"worker {rank} was started twice, or once more after all tasks" in str(error)
-    assert "worker 0 can't listen on its address in the cluster" in str(error := start(whole, 20))
+    assert "worker 0 can't listen on its address" in str(error := start(whole, 20))
     assert "It was started twice, or another program has the port" in str(error)
     for each in connections:
         each.pmi.sendall(b"cmd=finalize\n")
@@ -348,7 +348,7 @@ def test_what_is_no_name_of_a_host_is_named():
 
 def test_a_port_in_use_is_named():
     whole = tasks(2)
-    named = r"worker 0 can't listen on its address in the cluster: .*in use"
+    named = r"worker 0 can't listen on its address: .*in use"
     with (
         socket.create_server(("127.0.0.1", whole.port)),
         pytest.raises(LaunchError, match=named),

@@ -103,6 +103,7 @@ def test_a_slurm_step_without_the_plugin_of_this_mpi_is_refused(tmp_path):
 def test_variables_of_torchrun_that_can_not_be_read_are_refused(monkeypatch):
     given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(size=1))
+    alone_of_mpich = SimpleNamespace(**vars(alone), Get_library_version=lambda: "MPICH Version: 5")
     for name, value in [
         ("RANK", "$(JOB_COMPLETION_INDEX)"),
         ("RANK", "-1"),
@@ -112,10 +113,21 @@ def test_variables_of_torchrun_that_can_not_be_read_are_refused(monkeypatch):
         ("WORLD_SIZE", "two"),
     ]:
         wrong = {key: text for key, text in (given | {name: value}).items() if text is not None}
-        with pytest.raises(LaunchError, match=re.escape(f"{name}={value or ''!r}")):
-            check_launch(alone, wrong)
+        # Also of processes that the script of a single task starts.
+        for one in ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}):
+            with pytest.raises(LaunchError, match=re.escape(f"{name}={value or ''!r}")):
+                check_launch(alone, wrong | one)
         check_launch(alone, wrong | {"COLLECTIVES_ALLOW_SINGLETON": "1"})
         check_launch(SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2)), wrong)
+    for rank, size in (("$(INDEX)", "2"), ("-1", "2"), ("'0'", "'2'"), ("0", "0")):
+        with pytest.raises(LaunchError, match=re.escape(f"RANK={rank!r}, WORLD_SIZE={size!r}")):
+            check_launch(alone, {"RANK": rank, "WORLD_SIZE": size})
+    for one in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        check_launch(alone, {one: "1"})
+        text = r"WORLD_SIZE=2\), but MPI sees .* COLLECTIVES_ALLOW_SINGLETON=1, not 'true'\."
+        two = {"RANK": "0", "WORLD_SIZE": "2", "COLLECTIVES_ALLOW_SINGLETON": "true", one: "1"}
+        with pytest.raises(LaunchError, match=text):
+            check_launch(alone_of_mpich, two)
     check_launch(alone, given | {"WORLD_SIZE": "1", "RANK": "x"})
     check_launch(alone, given | {"PMI_SIZE": "1", "RANK": "x"})
     # Of a shell that trains on one process as well.
