@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from collectives.arrays.kinds import after_reading, copied, is_device, like, may
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.bound.bind import Call, bind
 from collectives.bound.calls import Bound, bound_operation
+from collectives.bound.exchanged_rows import Reader
 from collectives.bound.rows import RowsOfAll, rows_of_all
 from collectives.caching import LRU
 from collectives.calls import PASS, Operation
@@ -24,10 +25,30 @@ from collectives.calls.objects import numbers_of_all
 from collectives.consistency.signature import Signature, check_index
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
+from collectives.shm.addresses import Exchanged
 from collectives.shm.selector import PathSelector
 from collectives.shm.two_levels import Path
 
 _BYTES = np.dtype(np.uint8)
+
+
+class _Known(NamedTuple):
+    """What follows from the numbers that the ranks have exchanged."""
+
+    given: Exchanged
+    addresses: Any
+    shape: tuple[int, ...]
+    """Of the joined rows."""
+    lengths: list[int]
+    """Each rank's bytes, whose sum is `total`."""
+    total: int
+    reader: Reader | None
+    """Joins rows that travelled with the check of the call; None of more than do."""
+    name: str
+    path: Path | None
+    """None: the engine runs the collective itself."""
+    addressed: PathSelector | None
+    """The path, if it reads at the addresses."""
 
 
 def bind_all_gather(
@@ -51,14 +72,15 @@ def bind_all_gather(
     receives, errstate = signature.root in (None, engine.rank), engine.errstate.run
     forced = algorithm is not None
     rows_of_ranks = rows_of_all(engine, count, room, rest, dtype, travel=not forced)
-    copies, last = rows_of_ranks.copies, cast(tuple[Any, ...], (None,))
+    copies = rows_of_ranks.copies
+    last: _Known | None = None
     known_of = _what_follows(engine, collective, rows_of_ranks, rest, dtype, forced=forced)
 
     def run(source: Array, target: Array | None, index: int | None) -> Array | None:
         nonlocal last
         given = rows_of_ranks.numbers(index)
         # Calls often repeat with the same buffers.
-        if given is not last[0]:
+        if last is None or given is not last.given:
             last = known_of(given)
         _, addresses, shape, lengths, total, reader, name, path, addressed = last
         if reader is not None and not receives:
@@ -67,6 +89,7 @@ def bind_all_gather(
         if joined is None and receives:
             joined = np.empty(shape, dtype)
         if reader is not None:
+            assert joined is not None
             reader(index, source, joined)
             return joined
         # What `publish` has copied may overlap with the target.
@@ -75,8 +98,8 @@ def bind_all_gather(
         filled = sent if joined is None else joined.reshape(-1).view(_BYTES)
         if path is None:
             engine.run(collective, sent, filled, lengths=lengths, root=root, algorithm=algorithm)
-        elif addressed and index is not None:
-            engine.path = errstate(path.run, addresses, total, sent, filled, lengths, root)
+        elif addressed is not None and index is not None:
+            engine.path = errstate(addressed.run, addresses, total, sent, filled, lengths, root)
         else:
             engine.path = errstate(path, sent, filled, lengths, root) or name
         return joined
@@ -93,20 +116,22 @@ def _what_follows(
     dtype: np.dtype[Any],
     *,
     forced: bool,
-) -> Callable[[Any], tuple[Any, ...]]:
-    """The function of the exchanged numbers: they, the addresses, shape, lengths and path."""
+) -> Callable[[Any], _Known]:
+    """The function of the exchanged numbers."""
     row_bytes, paths = math.prod(rest) * dtype.itemsize, engine.paths(collective, None, _BYTES)
-    chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
+    chosen: LRU[int, tuple[str, Path | None, PathSelector | None]] = LRU()
 
-    def choose(total: int) -> tuple[str, Path | None, bool]:
-        """The path of so many bytes, and whether it uses the exchanged addresses."""
+    def choose(total: int) -> tuple[str, Path | None, PathSelector | None]:
+        """The path of so many bytes, and again if it reads at the exchanged addresses."""
         if forced:
-            return "", None, False
+            return "", None, None
         name = engine.choose(collective, total, paths) if engine.size > 1 else ""
         path = paths.get(name)
-        return name, path, isinstance(path, PathSelector) and path.exchanges(total)
+        if isinstance(path, PathSelector) and path.exchanges(total):
+            return name, path, path
+        return name, path, None
 
-    def known_of(given: Any) -> tuple[Any, ...]:
+    def known_of(given: Any) -> _Known:
         addresses, counts, rooms = given
         check_room(counts, rooms)
         rows, lengths = sum(counts), [each * row_bytes for each in counts]
@@ -114,8 +139,10 @@ def _what_follows(
         reader = rows_of_ranks.reader(counts)
         name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
         # Ranks with few rows publish no address: where others have more, they are exchanged anew.
-        addressed = addressed and all(addresses.source_addresses)
-        return given, addresses, (rows, *rest), lengths, total, reader, name, path, addressed
+        if addressed is not None and not all(addresses.source_addresses):
+            addressed = None
+        shape = rows, *rest
+        return _Known(given, addresses, shape, lengths, total, reader, name, path, addressed)
 
     return known_of
 
