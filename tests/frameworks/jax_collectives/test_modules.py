@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-import collectives.jax
 import strategies
-from strategies.jax import PytreeState
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -43,6 +41,8 @@ def test_a_train_state_of_flax(jax, optax, comm, tmp_path):
     linen = pytest.importorskip("flax.linen", reason="flax isn't installed")
     from flax.training.train_state import TrainState
 
+    from strategies.jax import PytreeState
+
     model = linen.Sequential([linen.Dense(5), linen.tanh, linen.Dense(1)])
 
     def state_of(seed):
@@ -74,7 +74,7 @@ def test_a_train_state_of_flax(jax, optax, comm, tmp_path):
     check_equal(jax, comm, state.value, alone)
 
 
-def test_modules_of_nnx(jax, optax, comm):
+def test_modules_of_nnx(jax, calls, optax, comm):
     nnx = pytest.importorskip("flax.nnx", reason="flax isn't installed")
 
     class Model(nnx.Module):
@@ -101,11 +101,11 @@ def test_modules_of_nnx(jax, optax, comm):
 
     model, alone = Model(comm.rank), Model(0)
     # Keys of random numbers, too.
-    nnx.update(model, collectives.jax.broadcast(nnx.state(model)))
+    nnx.update(model, calls.broadcast(nnx.state(model)))
     pairs = [
         (each, nnx.Optimizer(each, optax.adam(0.01), wrt=nnx.Param)) for each in (model, alone)
     ]
-    step = trained_by(lambda tree: collectives.jax.all_reduce(tree, "mean"))
+    step = trained_by(lambda tree: calls.all_reduce(tree, "mean"))
     step_alone = trained_by(lambda tree: tree)
     for rows in batches(comm.size):
         value = step(*pairs[0], rows[comm.rank])
@@ -113,8 +113,9 @@ def test_modules_of_nnx(jax, optax, comm):
     check_equal(jax, comm, nnx.state(model, nnx.Param), nnx.state(alone, nnx.Param))
 
 
-def test_modules_of_equinox(jax, optax, comm):
+def test_modules_of_equinox(jax, calls, optax, comm):
     equinox = pytest.importorskip("equinox", reason="equinox isn't installed")
+    from strategies.jax import PytreeState
 
     def model_of(seed):
         return equinox.nn.MLP(3, 1, 5, 1, key=jax.random.key(seed))
@@ -145,7 +146,7 @@ def test_modules_of_equinox(jax, optax, comm):
     state, state_alone = (
         optimizer.init(equinox.filter(each, equinox.is_array)) for each in (model, alone)
     )
-    step = trained_by(lambda tree: collectives.jax.all_reduce(tree, "mean"))
+    step = trained_by(lambda tree: calls.all_reduce(tree, "mean"))
     step_alone = trained_by(lambda tree: tree)
     for rows in batches(comm.size):
         value, model, state = step(model, state, rows[comm.rank])
