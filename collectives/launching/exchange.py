@@ -30,7 +30,7 @@ from collectives.launching.hosts import Host, listening_address, process_mapping
 
 _SERVER = str(Path(__file__).with_name("pmi_server.py"))
 _SESSION = "session"
-# Set by a rank of another world size than rank 0, which may wait for ranks that no process has.
+# Set by a rank that rank 0 waits for, of another world size: others may be no process's ranks.
 _MISFIT = "misfit"
 # Polled, because torch's stores print a warning when a wait times out.
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 5e-2
@@ -201,7 +201,7 @@ class Exchange:
             if session != joined:
                 self._preceded = self._store.check([f"{session}/{self._rank}"])
                 self._store.set(f"{session}/{self._rank}", self._own)
-                if self._size_of_rank_0(session) != self._size:
+                if self._rank < self._size_of_rank_0(session) != self._size:
                     self._store.set(f"{session}/{_MISFIT}", json.dumps([self._rank, self._size]))
                 joined, self._failure, self._failure_limit = session, None, math.inf
             if self._failure is None and self._store.check([f"{session}/server"]):

@@ -214,7 +214,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):
         def reduce(values: Sequence[Any], statistics: Sequence[Any]) -> list[Any]:
             if of is None:
                 return self.operations.sums_by_rows(values, statistics, rows)
-            return self.operations.compressed_sums(values, statistics, rows, of)
+            empty = rows is None and self.empty_batches.is_empty()
+            return self.operations.compressed_sums(values, statistics, rows, of, empty)
 
         return self._with_statistics(gradients, reduce)
 

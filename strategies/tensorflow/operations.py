@@ -164,18 +164,21 @@ class Operations:
         return self.execute(call, [*summed, rows], [each.shape for each in summed])
 
     def compressed_sums(
-        self, tensors: Sequence[Any], others: Sequence[Any], rows: Any, of: Hashable
+        self, tensors: Sequence[Any], others: Sequence[Any], rows: Any, of: Hashable, empty: Any
     ) -> list[Any]:
         """As `sums_by_rows`, but the tensors are compressed between nodes.
 
         rows: None for sums of the tensors as they are.
         of: as of `CompressedReducer.all_reduce_many`.
+        empty: as of `reduce`.
         """
         assert self._compressed is not None
         compressed, count = self._compressed, len(tensors)
 
         def call(*given: Any) -> list[Any]:
             arrays, exact = list(given[:count]), list(given[count:])
+            if empty is not False and exact.pop():
+                arrays = zeros_for_nan(arrays)
             totals = self.replication.all_reduce_arrays(exact, ReduceOp.SUM) if exact else []
             if rows is not None:
                 all_rows = totals.pop()
@@ -185,6 +188,8 @@ class Operations:
 
         summed = [*tensors, *others]
         inputs = summed if rows is None else [*summed, rows]
+        if empty is not False:
+            inputs = [*inputs, tf.convert_to_tensor(empty)]
         return self.execute(call, inputs, [each.shape for each in summed])
 
     def _reduce_slices(self, slices: Sequence[Any], mean: bool) -> list[Any]:

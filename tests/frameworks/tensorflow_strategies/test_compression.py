@@ -30,6 +30,35 @@ def strategy_of(ds, nodes):
     return make
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_batch_without_rows(tf, strategy_of, nodes, traced):
+    """Its derivatives of batch normalization are 0 · NaN, which count as zeros."""
+    strategy = strategy_of("float16")
+    layers = tf.keras.layers
+    with strategy.scope():
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential(
+            [layers.Input((3,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)]
+        )
+        optimizer = tf.keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(inputs):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(inputs, training=True) ** 2) / 8
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    run = tf.function(lambda inputs: strategy.run(step, args=(inputs,)))
+    if not traced:
+        run = run.python_function
+    before = [each.numpy() for each in model.trainable_variables]
+    run(tf.random.stateless_uniform((0 if nodes.rank else 4, 3), (1, 2)))
+    after = [each.numpy() for each in model.trainable_variables]
+    assert all(np.isfinite(each).all() for each in after)
+    assert not np.array_equal(before[-2], after[-2])
+
+
 def data():
     random = np.random.default_rng(3)
     words = random.integers(0, 9, (ROWS, 4))
