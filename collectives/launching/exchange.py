@@ -30,7 +30,7 @@ from collectives.launching.hosts import Host, listening_address, process_mapping
 
 _SERVER = str(Path(__file__).with_name("pmi_server.py"))
 _SESSION = "session"
-# Set by a rank that rank 0 waits for, of another world size: others may be no process's ranks.
+# Set by a rank that rank 0 waits for, if its world size is another: no process may have the others.
 _MISFIT = "misfit"
 # Polled, because torch's stores print a warning when a wait times out.
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 5e-2

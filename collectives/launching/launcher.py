@@ -24,7 +24,7 @@ _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 _SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 _OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 _SIZES = (_OPEN_MPI_SIZE, "PMI_SIZE", _SLURM_SIZE)
-# Variables that all processes have which a task starts.
+# The processes that a task starts have these variables, too.
 _INHERITED_SIZES = (_OPEN_MPI_SIZE, _SLURM_SIZE)
 _RANKS = (*_MPI_RANKS, "SLURM_PROCID")
 # Torchrun's size and rank, used only together, because either alone has other meanings elsewhere.

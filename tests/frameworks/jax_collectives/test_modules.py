@@ -10,11 +10,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 STEPS = 5
 
 
-@pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-
-
 @pytest.fixture
 def optax(jax):
     return pytest.importorskip("optax", reason="optax isn't installed")

@@ -12,11 +12,6 @@ from tests.strategies.parameter_servers import strategy_on
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
-@pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-
-
 def loss(parameters, inputs):
     error = (inputs @ parameters["layers"][0] - 1) ** 2
     return error.mean(), error.sum()
