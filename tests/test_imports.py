@@ -119,8 +119,9 @@ STRATEGIES = {
     },
     "torch": {"core", "foreign", "input", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
-    "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
-    | {"collectives.compression", "collectives.consistency", "collectives.torch"},
+    "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.arrays"}
+    | {"collectives.compression", "collectives.consistency"}
+    | {"collectives.jax", "collectives.torch"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "replication", "variables", "collectives"}
     | {"collectives.cuda"},

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 
 from collectives import CollectiveMismatchError, Communicator
+from collectives.arrays.kinds import to_numpy
 from collectives.compression import CompressedReducer, ListName
 from collectives.consistency.uncaught import raised_on_all
 from strategies.core.options import ReduceOp
@@ -117,15 +118,13 @@ class Training:
             compressed: CompressedReducer = self.owner.compressed
             name = self.list_name(optimizer, positions)
             means = compressed.all_reduce_many(arrays, "mean", of=name)
-            for target, mean in zip(map(np.asarray, out), means, strict=True):
-                target[...] = mean
-            return
-        if self.owner.reduces_plainly:
+        elif self.owner.reduces_plainly:
             self.communicator.all_reduce_many(arrays, "mean", out=out)
             return
-        means = self.owner.all_reduce_arrays(arrays, ReduceOp.MEAN)
+        else:
+            means = self.owner.all_reduce_arrays(arrays, ReduceOp.MEAN)
         for target, mean in zip(out, means, strict=True):
-            target[...] = mean
+            to_numpy(target)[...] = to_numpy(mean)
 
     def list_name(self, optimizer: int, positions: Positions) -> ListName:
         """The name of gradients that are compressed together, as long as this object lives."""

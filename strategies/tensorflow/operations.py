@@ -177,13 +177,16 @@ class Operations:
 
         def call(*given: Any) -> list[Any]:
             arrays, exact = list(given[:count]), list(given[count:])
-            if empty is not False and exact.pop():
+            is_empty = empty is not False and bool(exact.pop())
+            if is_empty:
                 arrays = zeros_for_nan(arrays)
             totals = self.replication.all_reduce_arrays(exact, ReduceOp.SUM) if exact else []
             if rows is not None:
                 all_rows = totals.pop()
-                share = exact[-1] * self.communicator.size / max(1, all_rows)
+                share = exact.pop() * self.communicator.size / max(1, all_rows)
                 arrays = [weighted(each, share) for each in arrays]
+            if any(np.isnan(each).any() for each in totals):
+                totals = sums_of_batches(self.replication, exact, is_empty)
             return [*compressed.all_reduce_many(arrays, "sum", of=of), *totals]
 
         summed = [*tensors, *others]
@@ -291,9 +294,3 @@ def _refuse_strings(call: str, tensor: Any) -> None:
 def _divided(total: Any, count: int) -> Any:
     """The mean; floats for integers, as TensorFlow's is."""
     return tf.math.truediv(total, tf.cast(count, total.dtype))
-
-
-@tf.custom_gradient
-def in_place_of(own: Any, value: Any) -> Any:
-    """The value, with the derivative of the other tensor."""
-    return tf.identity(value), lambda given: (given, None)

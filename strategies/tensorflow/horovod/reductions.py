@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import tensorflow as tf
@@ -69,18 +72,27 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """`allreduce` of many tensors, in few messages."""
-    factors = prescale_factor, postscale_factor
     comm = ranks_of(process_set)
     if not tensors:
         compare(comm, "allreduce of no tensors")
-    return reduce_all(
-        tensors,
-        op_of(op, average),
-        *factors,
+    reduce = partial(
+        reduce_all,
+        op=op_of(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
         comm=comm,
         compression=compression,
         what=text_of(name),
     )
+    if check_compressor(compression).wire_dtype is None:
+        return reduce(tensors)
+    # Integers apart: averages of floats that are compressed are sums of quotients.
+    exact = [not _is_slices(each) and not _is_of_floats(each) for each in tensors]
+    if len(set(exact)) < 2:
+        return reduce(tensors)
+    integers = iter(reduce(list(compress(tensors, exact))))
+    others = iter(reduce(list(compress(tensors, map(not_, exact)))))
+    return [next(integers if each else others) for each in exact]
 
 
 def reduce_all(
@@ -96,7 +108,7 @@ def reduce_all(
 ) -> list[Any]:
     """As `grouped_allreduce`. `what` is a text that must be equal on all ranks.
 
-    `call` is as of `name_of`.
+    `call` is as of `name_of`. Tensors of integers are compressed with no others.
     """
     compression = check_compressor(compression)
     slices = [each for each in tensors if _is_slices(each)]
@@ -105,15 +117,15 @@ def reduce_all(
         raise NotImplementedError(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
-    floats = [each.dtype.is_floating for each in plain]
     op_of_plain = op
-    if op is ReduceOp.MEAN and any(floats) and compression.wire_dtype is not None:
-        # Floats before they are compressed, since their sum might overflow; integers after it.
+    if (
+        op is ReduceOp.MEAN
+        and compression.wire_dtype is not None
+        and any(map(_is_of_floats, plain))
+    ):
+        # Before they are compressed, since their sum might overflow.
         op_of_plain = ReduceOp.SUM
-        plain = [
-            _divided_if(is_float, each, comm.size)
-            for is_float, each in zip(floats, plain, strict=True)
-        ]
+        plain = [_divided(each, comm.size) for each in plain]
     factors = prescale_factor, postscale_factor
     # What the reduced tensors don't show.
     if op_of_plain is not op:
@@ -131,11 +143,6 @@ def reduce_all(
     else:
         totals = []
         compare_given(comm, "allreduce", what)
-    if op_of_plain is not op:
-        totals = [
-            _divided_if(not is_float, each, comm.size)
-            for is_float, each in zip(floats, totals, strict=True)
-        ]
     results = iter(
         _scaled(compression.decompress(each, kept), postscale_factor)
         for each, (_, kept) in zip(totals, pairs, strict=True)
@@ -150,12 +157,12 @@ def _divided(tensor: Any, count: int) -> Any:
     return tf.cast(tf.cast(tensor, wide) / tf.cast(count, wide), tensor.dtype)
 
 
-def _divided_if(divides: bool, tensor: Any, count: int) -> Any:
-    return _divided(tensor, count) if divides else tensor
-
-
 def _is_slices(tensor: Any) -> bool:
     return isinstance(tensor, tf.IndexedSlices)
+
+
+def _is_of_floats(tensor: Any) -> bool:
+    return bool(tf.convert_to_tensor(tensor).dtype.is_floating)
 
 
 def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp, call: str | None) -> Any:

@@ -1106,7 +1106,25 @@ def compressed_gradients():
         sent = strategy.compressed.bytes_between_nodes
         assert sent == (8 * kept if nodes.local_rank == 0 else 0), sent
         strategy.compressed.close()
+    options = strategies.CommunicationOptions(compression="topk(0.3)")
+    half_precision(strategies.MultiWorkerMirroredStrategy(None, options, communicator=nodes))
+    reduces_to_one = strategies.ReductionToOneDevice()
+    half_precision(strategies.MirroredStrategy(None, reduces_to_one, communicator=WORLD))
     nodes.close()
+
+
+def half_precision(strategy):
+    """Gradients of bfloat16, which NumPy has only from ml_dtypes, are those of every rank."""
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(2, dtype="bfloat16"), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    before = weights_of(model)
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert not np.array_equal(before, weights_of(model))
+    assert_same_everywhere(weights_of(model).tobytes())
 
 
 @check

@@ -32,7 +32,7 @@ def strategy_of(ds, nodes):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_batch_without_rows(tf, strategy_of, nodes, traced):
-    """Its derivatives of batch normalization are 0 · NaN, which count as zeros."""
+    """Its derivatives of batch normalization are 0 · NaN, its statistics NaN: none counts."""
     strategy = strategy_of("float16")
     layers = tf.keras.layers
     with strategy.scope():
@@ -53,10 +53,13 @@ def test_a_batch_without_rows(tf, strategy_of, nodes, traced):
     if not traced:
         run = run.python_function
     before = [each.numpy() for each in model.trainable_variables]
-    run(tf.random.stateless_uniform((0 if nodes.rank else 4, 3), (1, 2)))
+    rows = tf.random.stateless_uniform((4, 3), (1, 2))
+    expected = tf.math.reduce_variance(model.layers[0](rows), 0) * 0.01 + 0.99
+    run(rows[: 0 if nodes.rank else 4])
     after = [each.numpy() for each in model.trainable_variables]
     assert all(np.isfinite(each).all() for each in after)
     assert not np.array_equal(before[-2], after[-2])
+    np.testing.assert_allclose(model.non_trainable_variables[1], expected, rtol=1e-5)
 
 
 def data():
