@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from collectives.communicator import Communicator
 from collectives.horovod.joining import Request, notice_joined
 from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of, root_of
@@ -30,38 +29,26 @@ from collectives.torch.sparse_bucket import sparse_tensor
 
 
 class Pending:
-    """The result of an asynchronous call, for `synchronize` and `poll`."""
+    """The result of asynchronous calls, for `synchronize` and `poll`."""
 
     def __init__(
-        self, handle: Handle[Any] | _Each, finish: Callable[[Any], Any] = lambda result: result
+        self, *handles: Handle[Any], finish: Callable[..., Any] = lambda result: result
     ) -> None:
-        self._handle, self._finish = handle, finish
+        """`finish` makes the result of those of the handles."""
+        self._handles, self._finish = handles, finish
         self._finished: list[Any] = []
 
     def done(self) -> bool:
         """Whether `result` returns at once."""
-        return self._handle.done()
+        return all(each.done() for each in self._handles)
 
     def result(self) -> Any:
         """The call's result, or its error."""
         if not self._finished:
-            self._finished.append(self._finish(self._handle.wait()))
+            self._finished.append(self._finish(*(each.wait() for each in self._handles)))
         return self._finished[0]
 
     __call__ = result
-
-
-class _Each:
-    """The results of several calls, as one handle."""
-
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._pending)
-
-    def wait(self) -> list[Any]:
-        return [each.result() for each in self._pending]
 
 
 def synchronize(handle: Pending) -> Any:
@@ -89,7 +76,7 @@ def allreduce_async(
     what = text_of(name, prescale_factor, postscale_factor)
     notice_joined(comm, request_of("allreduce_async", [sent], op, what))
     handle = comm.all_reduce_async(sent, op)
-    return Pending(handle, lambda result: scaled(result, postscale_factor, tensor.dtype))
+    return Pending(handle, finish=lambda result: scaled(result, postscale_factor, tensor.dtype))
 
 
 def allreduce_async_(
@@ -107,7 +94,7 @@ def allreduce_async_(
     notice_joined(comm, request_of("allreduce_async", [tensor], op, what))
     sent, out = scaled(tensor, prescale_factor), tensor if in_place([tensor], op) else None
     handle = comm.all_reduce_async(sent, op, out=out)
-    return Pending(handle, lambda result: store(result, postscale_factor, tensor))
+    return Pending(handle, finish=lambda result: store(result, postscale_factor, tensor))
 
 
 def grouped_allreduce_async(
@@ -127,7 +114,7 @@ def grouped_allreduce_async(
     handle = comm.all_reduce_many_async(sent, op)
     return Pending(
         handle,
-        lambda results: [
+        finish=lambda results: [
             scaled(each, postscale_factor, tensor.dtype)
             for each, tensor in zip(results, sent, strict=True)
         ],
@@ -151,7 +138,7 @@ def grouped_allreduce_async_(
     sent = [scaled(each, prescale_factor) for each in given]
     out = given if in_place(given, op) else None
     handle = comm.all_reduce_many_async(sent, op, out=out)
-    return Pending(handle, lambda results: store_all(results, postscale_factor, given))
+    return Pending(handle, finish=lambda results: store_all(results, postscale_factor, given))
 
 
 def allgather_async(
@@ -170,7 +157,7 @@ def grouped_allgather_async(
     comm, sent = ranks_of(process_set), [each.detach() for each in tensors]
     kind = f"grouped_allgather_async of {len(sent)}"
     notice_joined(comm, Request(kind, what=text_of(name)))
-    return Pending(_Each([Pending(comm.all_gather_async(each)) for each in sent]))
+    return Pending(*map(comm.all_gather_async, sent), finish=lambda *gathered: list(gathered))
 
 
 def sparse_allreduce_async(
@@ -189,13 +176,12 @@ def sparse_allreduce_async(
     kind = f"sparse_allreduce_async: {op.value} of {list(part.shape)}"
     notice_joined(comm, Request(kind, what=text_of(name)))
 
-    def finish(gathered: list[Any]) -> Any:
-        indices, values = gathered
+    def finish(indices: Any, values: Any) -> Any:
         if op is ReduceOp.MEAN:
             values = values / comm.size
         return sparse_tensor(indices.t(), values, part).coalesce()
 
-    return Pending(_Each([Pending(comm.all_gather_async(each)) for each in rows]), finish)
+    return Pending(*map(comm.all_gather_async, rows), finish=finish)
 
 
 def broadcast_async(
@@ -225,7 +211,8 @@ def alltoall_async(
     comm = ranks_of(process_set)
     parts = parts_of(tensor.detach(), splits, comm.size)
     notice_joined(comm, Request("alltoall_async", what=text_of(name)))
-    return Pending(comm.all_to_all_async(parts), lambda received: joined(received, splits))
+    handle = comm.all_to_all_async(parts)
+    return Pending(handle, finish=lambda received: joined(received, splits))
 
 
 def reducescatter_async(
@@ -241,7 +228,8 @@ def reducescatter_async(
     sent = _to_scatter(tensor, prescale_factor)
     what = text_of(name, prescale_factor, postscale_factor)
     notice_joined(comm, Request("reducescatter_async", what=what))
-    return _scatter(comm, sent, op, postscale_factor)
+    handle = comm.reduce_scatter_async(sent, op)
+    return Pending(handle, finish=lambda rows: scaled(rows, postscale_factor, sent.dtype))
 
 
 def grouped_reducescatter_async(
@@ -258,14 +246,15 @@ def grouped_reducescatter_async(
     kind = f"grouped_reducescatter_async of {len(sent)}"
     what = text_of(name, prescale_factor, postscale_factor)
     notice_joined(comm, Request(kind, what=what))
-    return Pending(_Each([_scatter(comm, each, op, postscale_factor) for each in sent]))
+    return Pending(
+        *(comm.reduce_scatter_async(each, op) for each in sent),
+        finish=lambda *results: [
+            scaled(rows, postscale_factor, each.dtype)
+            for rows, each in zip(results, sent, strict=True)
+        ],
+    )
 
 
 def _to_scatter(tensor: Any, factor: float) -> Any:
     check_axes("reducescatter", tensor)
     return scaled(tensor.detach(), factor)
-
-
-def _scatter(comm: Communicator, sent: Any, op: ReduceOp, factor: float) -> Pending:
-    handle = comm.reduce_scatter_async(sent, op)
-    return Pending(handle, lambda rows: scaled(rows, factor, sent.dtype))
