@@ -45,7 +45,7 @@ def reduce_gradients(
     present = [gradients[index] for index in positions]
     step: Step | None = training.step
     if step is None:
-        totals = _sums(replica, present, of)
+        totals = sums_for_optimizer(replica, present, of)
     else:
         totals = _weighted_sums(replica, step, present, of)
     reduced = list(gradients)
@@ -68,7 +68,8 @@ def maxima(_training: Training, tensors: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _sums(replica: Any, gradients: Sequence[Any], of: Hashable) -> list[Any]:
+def sums_for_optimizer(replica: Any, gradients: Sequence[Any], of: Hashable = None) -> list[Any]:
+    """The sums over the replicas. `of` is as of `gradient_sums`."""
     sums = partial(replica.all_reduce, "SUM")
     if of is None:
         totals: list[Any] = sums(gradients)
@@ -83,7 +84,7 @@ def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any], of: Hasha
     wide = [_wide(each) for each in gradients]
     if not step.by_rows:
         there = tf.cast(step.rows > 0, tf.float32)
-        totals = _sums(replica, [_product(each, there) for each in wide], of)
+        totals = sums_for_optimizer(replica, [_product(each, there) for each in wide], of)
     else:
         totals = map_by_kind(
             wide,
@@ -109,7 +110,9 @@ def _dense_sums(replica: Any, tensors: Sequence[Any], rows: Any, of: Hashable) -
 
 def _slices_by_rows(replica: Any, slices: Sequence[Any], rows: Any) -> list[Any]:
     weight = tf.cast(rows, tf.float32)
-    *totals, all_rows = replica.all_reduce("SUM", [*(_product(s, weight) for s in slices), weight])
+    *totals, all_rows = sums_for_optimizer(
+        replica, [*(_product(each, weight) for each in slices), weight]
+    )
     # None at all are those of a replica that trains alone, in a short last batch.
     factor = tf.math.divide_no_nan(float(replica.num_replicas_in_sync), all_rows)
     return [_product(each, factor) for each in totals]

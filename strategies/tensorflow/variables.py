@@ -281,6 +281,7 @@ def summed_by_optimizer() -> bool:
         "all_reduce_sum_gradients",
         "_distributed_apply",
         "agreed_check_finite",
+        "sums_for_optimizer",
     )
 
 

@@ -15,7 +15,9 @@ from tests.slow import slow
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
-@pytest.mark.parametrize("traced", ["not", "around run", "within run", "in a method"])
+@pytest.mark.parametrize(
+    "traced", ["not", "around run", "within run", "in a method", "of a compiled model"]
+)
 def test_rounds(tf, ds, comm, traced):
     strategy = ds.LocalSGDStrategy(2, communicator=comm)
     assert strategy.num_replicas_in_sync == 1
@@ -23,6 +25,8 @@ def test_rounds(tf, ds, comm, traced):
         weights = tf.keras.Variable(np.zeros(2, np.float32))
         optimizer = tf.keras.optimizers.SGD(1.0)
         optimizer.build([weights])
+        if traced == "of a compiled model":
+            tf.keras.Sequential().compile(optimizer)
 
     def step():
         optimizer.apply_gradients([(tf.fill([2], -1.0 - comm.rank), weights)])
