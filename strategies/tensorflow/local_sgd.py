@@ -30,6 +30,8 @@ from strategies.tensorflow.variables import CLASSES, summed_by_optimizer
 
 # In place of a variable's flag: it is gone, or younger than the trace; training doesn't change it.
 _UNKNOWN, _UNTRAINED = -2, -1
+# Sums of these: changed outside of steps, and known to a step since the value that it began with.
+_CHANGED, _BEGAN = 1, 2
 
 
 class LocalSGDStrategy(Strategy):
@@ -126,8 +128,8 @@ class LocalExtended(CollectiveExtended):
             self._variables.append(weakref.ref(variable))
         return variable
 
-    def change_outer(self, variable: Any, change: Callable[[Any], object]) -> None:
-        """Outside of `run`, change the value that a round began with as the variable is changed."""
+    def change_outer(self, variable: Any, change: Callable[[Any], object] | None) -> None:
+        """Outside of `run`, change the value that a round began with, as of `OuterSteps.change`."""
         if self._outer is None or self.statistics.running:
             return
         if variable.trainable and variable.dtype.is_floating:
@@ -193,17 +195,18 @@ class LocalExtended(CollectiveExtended):
             # All ranks have made equally many by now, though one may have traced this earlier.
             flags = np.full(len(self._variables), _UNKNOWN)
             flags[untrained] = _UNTRAINED
-            flags[places] = [each.outer_changed for each in trained]
-            own = np.array([[self._rounds.proposal(), steps, *flags]])
-            proposals, taken, *changed = self.operations.communicator.all_gather(own).T.tolist()
+            flags[places] = [
+                _CHANGED * each.outer_changed + _BEGAN * each.outer_began for each in trained
+            ]
+            own = np.array([[self._rounds.proposal(), *flags]])
+            proposals, *every = self.operations.communicator.all_gather(own).T.tolist()
             self._rounds.begin(proposals)
-            _refuse_untrained(changed)
-            kept = [at for at, place in enumerate(places) if min(changed[place]) >= 0]
+            _refuse_untrained(every)
+            kept = [at for at, place in enumerate(places) if min(every[place]) >= 0]
             means = self._averaged(
                 [trained[at] for at in kept],
                 [arrays[at] for at in kept],
-                [any(changed[places[at]]) for at in kept],
-                taken=any(taken),
+                [every[places[at]] for at in kept],
                 had_empty=bool(had_empty),
             )
             for at, mean in zip(kept, means, strict=True):
@@ -223,20 +226,23 @@ class LocalExtended(CollectiveExtended):
         self,
         trained: list[Any],
         arrays: list[Array],
-        changed: list[bool],
+        flags: Sequence[Sequence[int]],
         *,
-        taken: bool,
         had_empty: bool,
     ) -> list[Array]:
-        """The new values of variables that all ranks have; `taken`: any has taken steps."""
-        outer = self._outer if taken else None
-        chosen = [outer is not None and each for each in changed]
+        """The new values of variables that all ranks have; `flags` are the ranks' of each."""
+        outer = self._outer
+        moved = [any(flag & _BEGAN for flag in each) for each in flags]
+        chosen = [
+            move and any(flag & _CHANGED for flag in each)
+            for move, each in zip(moved, flags, strict=True)
+        ]
         began = [] if outer is None else outer.values_of(trained, arrays, chosen)
         means = self._replication.all_reduce_arrays([*arrays, *began], ReduceOp.MEAN)
         count = len(arrays)
         means, began = means[:count], means[count:]
         self._replace_nan(trained, arrays, means, had_empty)
-        return means if outer is None else outer.step(trained, arrays, means, chosen, began)
+        return means if outer is None else outer.step(trained, arrays, means, moved, chosen, began)
 
     def _replace_nan(
         self, trained: list[Any], own: list[Array], means: list[Array], had_empty: bool

@@ -36,7 +36,7 @@ class AveragedVariable(ReplicatedVariable):
     """The value that a round began with; the optimizer's slots belong to the storage."""
 
     outer_began = False
-    """Whether that is the present round, which may know other variables at its first step."""
+    """Whether a step of the present round, or of its part after an assignment, has begun."""
 
     outer_changed = False
     """Whether it was changed outside of steps since the last averaging."""
@@ -45,13 +45,13 @@ class AveragedVariable(ReplicatedVariable):
     """A TensorFlow variable by which changes outside of steps are applied to that value."""
 
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
-        """As of `tf.Variable`; outside of `run` the round began with this value.
+        """As of `tf.Variable`; outside of `run` the variable's round begins anew with this value.
 
-        What Keras's `assign_add` or `assign_sub` assigns is added to what it began with.
+        What Keras's `assign_add` or `assign_sub` assigns is added to what the round began with.
         """
         addend = None if self.outer_value is None else added_by_keras(self)
         if addend is None:
-            self._change_outer(lambda copy: copy.assign(_own(value)))
+            self._change_outer()
         else:
             self._change_outer(lambda copy: copy.assign_add(addend))
         return super().assign(value, *options, **named)
@@ -66,7 +66,7 @@ class AveragedVariable(ReplicatedVariable):
         self._change_outer(lambda copy: copy.assign_sub(_own(value)))
         return super().assign_sub(value, *options, **named)
 
-    def _change_outer(self, change: Callable[[Any], object]) -> None:
+    def _change_outer(self, change: Callable[[Any], object] | None = None) -> None:
         if not values_util.is_saving_non_distributed():
             self._distribute_strategy.extended.change_outer(self, change)
 
@@ -114,7 +114,7 @@ class _SummedSaveable(values._SyncOnReadSaveable):
 
 class _Saveable(values._MirroredSaveable):
     def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
-        self._mirrored_variable._change_outer(lambda copy: copy.assign(restored_tensors[0]))
+        self._mirrored_variable._change_outer()
         return super().restore(restored_tensors, restored_shapes)
 
 
@@ -143,12 +143,21 @@ class OuterSteps:
             operations.execute(call, own, [each.shape for each in weights])
 
     def change(
-        self, operations: Operations, variable: Any, change: Callable[[Any], object]
+        self, operations: Operations, variable: Any, change: Callable[[Any], object] | None
     ) -> None:
         """Outside of steps: change what the round began with, too, since all replicas do so.
 
-        The function changes a variable of TensorFlow, a copy.
+        The function changes a variable of TensorFlow, a copy. Where it is None the variable gets
+        another value, with which its round begins anew.
         """
+        if change is None:
+
+            def begin_anew(nothing: Array) -> list[Array]:
+                variable.outer_changed, variable.outer_began = True, False
+                return [nothing]
+
+            operations.execute(begin_anew, [tf.constant(0)], [tf.TensorShape([])])
+            return
         if variable.outer_copy is None:
             with tf.init_scope(), tf.device(variable._primary.device):
                 zeros = tf.zeros([each or 0 for each in variable.shape], variable.dtype)
@@ -195,15 +204,19 @@ class OuterSteps:
         variables: Sequence[Any],
         own: Sequence[Array],
         means: Sequence[Array],
+        moved: Sequence[bool],
         chosen: Sequence[Any],
         began_with: Sequence[Array],
     ) -> list[Array]:
-        """The variables' values in the next round; the last are the means of `values_of`."""
+        """The variables' values in the next round; the last are the means of `values_of`.
+
+        moved: of each variable, whether any rank has taken a step with it.
+        """
         weights, agreed = [], iter(began_with)
         for number, variable in enumerate(variables):
             began = next(agreed) if chosen[number] else self._value(variable, own[number])
             variable.outer_changed = variable.outer_began = False
-            if variable.trainable:
+            if variable.trainable and moved[number]:
                 weights.append(number)
                 self._keep(variable, began)
         storages = [variables[number].outer_value for number in weights]
@@ -211,7 +224,8 @@ class OuterSteps:
             storage.view() - means[number]
             for number, storage in zip(weights, storages, strict=True)
         ]
-        self._optimizer.update_clipped(self._optimizer.clipped(gradients), storages)
+        if storages:
+            self._optimizer.update_clipped(self._optimizer.clipped(gradients), storages)
         results = list(means)
         for number, storage in zip(weights, storages, strict=True):
             results[number] = storage.read()

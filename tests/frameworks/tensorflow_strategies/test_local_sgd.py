@@ -281,6 +281,28 @@ def test_values_that_are_changed_within_a_round_of_an_outer_optimizer(
         assert (given == given[0]).all()
 
 
+def test_a_restored_value_is_not_moved_by_momentum(tf, ds, comm):
+    outer = strategies.optimizers.SGD(1.0, momentum=0.5)
+    strategy = ds.LocalSGDStrategy(3, outer_optimizer=outer, communicator=comm)
+    with strategy.scope():
+        first, second = tf.Variable([1.0]), tf.Variable([1.0])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        optimizer.build([first, second])
+
+    def step():
+        gradient = tf.fill([1], -1.0 - comm.rank)
+        optimizer.apply_gradients([(gradient, first), (gradient, second)])
+
+    for _ in range(4):
+        strategy.run(step)
+    first.assign([7.0])
+    strategy.synchronize()
+    mean = (comm.size + 1) / 2
+    assert first.numpy() == 7
+    # One round of three steps, one of a step.
+    np.testing.assert_allclose(second.numpy(), 1 + 3 * mean + (mean + 0.5 * 3 * mean))
+
+
 def test_variables_that_a_rounds_first_step_does_not_know(tf, ds, comm):
     """One is made within the round; one is assigned between rounds, after a function's trace."""
     outer = strategies.optimizers.SGD(0.5)
