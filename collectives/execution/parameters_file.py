@@ -40,7 +40,7 @@ class Key:
 def cache_folder() -> Path:
     """COLLECTIVES_CACHE, or the user's cache folder; RuntimeError if there is no home."""
     if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given)
+        return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / _FOLDER
 
@@ -62,6 +62,8 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+        # Other users may share the folder.
+        os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -70,14 +72,18 @@ def _replace(path: Path, text: str) -> None:
 
 
 def load(key: Key) -> tuple[CostParameters, Path] | None:
-    """The parameters saved for this key, and their file; None, with a warning if it is invalid."""
+    """The parameters saved for this key, and their file; None, with a warning if it is invalid.
+
+    The user's own cache folder is one without the file if it can't be read, as in containers.
+    """
     try:
         path = key.path
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        log.warning("the measured parameters could not be read: %s", error)
+        if os.environ.get(CACHE_VARIABLE) or isinstance(error, UnicodeDecodeError):
+            log.warning("the measured parameters could not be read: %s", error)
         return None
     try:
         return from_text(key, text), path

@@ -95,12 +95,23 @@ def test_a_file_that_is_no_good_is_ignored(cache, caplog, content, reason):
     assert reason in caplog.text
 
 
-def test_a_folder_that_cant_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_folder_that_cant_be_used_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv(parameters_file.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     assert parameters_file.save(KEY, CostParameters()) is None
     assert "could not be saved" in caplog.text
     assert parameters_file.load(KEY) is None
+    assert "could not be read" in caplog.text
+    caplog.clear()
+    # Programs that never call tune: there may be no home, as in containers.
+    monkeypatch.delenv(parameters_file.CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert parameters_file.load(KEY) is None
+    assert not caplog.records
+
+
+def test_other_users_may_read_the_file(cache):
+    assert parameters_file.save(KEY, CostParameters()).stat().st_mode & 0o777 == 0o644
 
 
 def test_a_write_that_fails_leaves_the_old_file(cache, monkeypatch):
@@ -122,3 +133,5 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert parameters_file.cache_folder() == tmp_path / ".cache" / "mpi-collectives"
+    monkeypatch.setenv(parameters_file.CACHE_VARIABLE, "~/shared")
+    assert parameters_file.cache_folder() == tmp_path / "shared"
