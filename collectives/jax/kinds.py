@@ -202,23 +202,20 @@ def function_of(call: Call, count: int) -> HostFunction:
     if fused and count != 1:
         return _Fused(call)
     if call.what is not None and not fused:
-        return _Compared(call, function_of(replace(call, what=None), count))
+        text, plain = f"{call.kind}, {call.what}", function_of(replace(call, what=None), count)
+        return partial(_run_compared, call.comm, text, plain)
     if count == 1 and each_run is not None and call.by is None:
         # Small arrays take this one: what runs is looked up once.
         return lambda sources, targets: each_run(call, sources[0], targets[0])
     return partial(_run, call)
 
 
-class _Compared:
-    """A call after a barrier whose text compares it between the ranks."""
-
-    def __init__(self, call: Call, function: HostFunction) -> None:
-        self._comm, self._what, self._function = call.comm, f"{call.kind}, {call.what}", function
-
-    def __call__(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Make the call."""
-        self._comm.barrier(self._what)
-        self._function(sources, targets)
+def _run_compared(
+    comm: Communicator, what: str, run: HostFunction, sources: Sequence[Any], targets: Sequence[Any]
+) -> None:
+    """Make a call after a barrier whose text compares it between the ranks."""
+    comm.barrier(what)
+    run(sources, targets)
 
 
 class _Fused:

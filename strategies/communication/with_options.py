@@ -34,8 +34,8 @@ class CollectivesWithOptions:
         self._compression = options.compression
         self._compressed: CompressedReducer | None = None
         self._named: set[Hashable] = set()
-        self._nccl: OverNccl | None = None
-        self._looked = False
+        self._nccl: OverNccl | str | None = None
+        """None before it is looked for; a text where the ranks have none."""
 
     def all_reduce(
         self, arrays: Sequence[Any], op: ReduceOp, options: CommunicationOptions | None
@@ -84,7 +84,8 @@ class CollectivesWithOptions:
         algorithm = "ring" if chosen is CommunicationImplementation.RING else None
 
         def all_reduce(pack: Array) -> None:
-            if chosen is CommunicationImplementation.NCCL and self._nccl is not None:
+            if chosen is CommunicationImplementation.NCCL:
+                assert isinstance(self._nccl, OverNccl)
                 self._nccl.all_reduce(self._communicator, pack, op.value)
             else:
                 self._communicator.all_reduce(pack, op.value, out=pack, algorithm=algorithm)
@@ -118,14 +119,11 @@ class CollectivesWithOptions:
         """The implementation, AUTO for NCCL without it. Collective at the first use of NCCL."""
         if chosen is not CommunicationImplementation.NCCL:
             return chosen
-        if not self._looked:
-            found = find_nccl(self._communicator)
-            self._looked = True
-            if isinstance(found, OverNccl):
-                self._nccl = found
-            elif self._communicator.rank == 0:
-                warn_fallback(found)
-        return CommunicationImplementation.AUTO if self._nccl is None else chosen
+        if self._nccl is None:
+            self._nccl = find_nccl(self._communicator)
+            if isinstance(self._nccl, str) and self._communicator.rank == 0:
+                warn_fallback(self._nccl)
+        return chosen if isinstance(self._nccl, OverNccl) else CommunicationImplementation.AUTO
 
 
 def agreed_options(

@@ -14,7 +14,7 @@ from strategies.coordinator.packing import References
 
 
 class Run(NamedTuple):
-    """Request to a worker: call what is packed. The answer is `uses`, see `references`."""
+    """Request to a worker: call what is packed. The answer: `References.uses()`, the result."""
 
 
 class NewDataset(NamedTuple):

@@ -49,7 +49,7 @@ class Closed(NamedTuple):
 
 
 @dataclass
-class _Training:
+class _TrainingRank:
     """The state of a training rank."""
 
     epoch: int = 0
@@ -68,7 +68,7 @@ class DatasetServer:
     ) -> None:
         self._rank, self._make = box.rank, make
         self._endpoint = Endpoint(box, self._handle)
-        self._training = {rank: _Training() for rank in training}
+        self._training = {rank: _TrainingRank() for rank in training}
         self._requests: deque[Call] = deque()
         self._epoch = 0
         self._source: Iterator[tuple[int, Any]] | None = None
@@ -142,7 +142,7 @@ class DatasetServer:
             self._enter(training, body.epoch + 1)
             training.left = True
 
-    def _enter(self, training: _Training, epoch: int) -> None:
+    def _enter(self, training: _TrainingRank, epoch: int) -> None:
         """Give what it was dealt of an earlier epoch, and did not take, to the others."""
         if epoch > training.epoch:
             if training.epoch == self._epoch:

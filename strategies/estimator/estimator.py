@@ -21,14 +21,7 @@ from strategies.estimator.restored import (
     SharedSaving,
     step_of,
 )
-from strategies.estimator.specs import (
-    InputFunction,
-    ModeKeys,
-    RunConfig,
-    refuse,
-    refuse_both,
-    serves,
-)
+from strategies.estimator.specs import InputFunction, ModeKeys, RunConfig, refuse, refuse_both
 from strategies.tensorflow import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
@@ -69,7 +62,7 @@ class Estimator:
         self.eval_strategy = self.config.eval_distribute or evaluates
         given = self.config.model_dir if model_dir is None else os.fspath(model_dir)
         self.model_dir = given or ""
-        if not serves(self.train_strategy):
+        if not (self._asynchronous and self.train_strategy.is_server):
             self.model_dir = self.train_strategy.chief_first(lambda: given or tempfile.mkdtemp())
         self._models: dict[tuple[str, bool], RestoredModel] = {}
 
@@ -188,11 +181,9 @@ class Estimator:
         return self._latest(self.train_strategy)
 
     def _latest(self, strategy: Strategy) -> str | None:
-        def find() -> str | None:
-            path: str | None = tf.train.latest_checkpoint(self.model_dir)
-            return path
-
-        newest: str | None = strategy.chief_first(find)
+        newest: str | None = strategy.chief_first(
+            lambda: tf.train.latest_checkpoint(self.model_dir)
+        )
         return newest
 
     def _model_of(

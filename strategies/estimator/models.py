@@ -1,4 +1,4 @@
-"""Keras models of an estimator: made in a strategy's scope, restored from its checkpoints."""
+"""`model_to_estimator`: an estimator of a compiled Keras model, or of a function that makes one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def train_and_evaluate(
             "eval_distribute has several ranks, and with a ParameterServerStrategy the chief alone"
             " evaluates: must be a OneDeviceStrategy, or None"
         )
-    if isinstance(strategy, ParameterServerStrategy) and strategy.is_server:
+    if asynchronous and strategy.is_server:
         strategy.serve()
         return {}, []
     found: dict[str, Any] = {}

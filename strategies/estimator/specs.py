@@ -49,11 +49,8 @@ class RunConfig:
         """
         allowed = "model_dir, train_distribute, eval_distribute, save_checkpoints_steps,"
         refuse("RunConfig", unsupported, f"{allowed} keep_checkpoint_max")
-        for name, given in (
-            ("train_distribute", train_distribute),
-            ("eval_distribute", eval_distribute),
-        ):
-            _check_strategy(name, given)
+        _check_strategy("train_distribute", train_distribute)
+        _check_strategy("eval_distribute", eval_distribute)
         _check_count("save_checkpoints_steps", save_checkpoints_steps)
         _check_count("keep_checkpoint_max", keep_checkpoint_max)
         self.model_dir = None if model_dir is None else os.fspath(model_dir)
@@ -129,8 +126,3 @@ def _check_strategy(name: str, strategy: Any) -> None:
         " MirroredStrategy, CentralStorageStrategy, OneDeviceStrategy or, for training,"
         " ParameterServerStrategy of strategies.tensorflow"
     )
-
-
-def serves(strategy: Strategy) -> bool:
-    """Whether this rank is a parameter server, which trains nothing."""
-    return isinstance(strategy, ParameterServerStrategy) and strategy.is_server

@@ -73,7 +73,8 @@ def evaluate_checkpoints(
     strategy = get_strategy() if strategy is None else strategy
     propagated = PropagatedErrors(strategy.communicator, "evaluate_checkpoints")
     with propagated:
-        _check_interval(poll_seconds)
+        if not poll_seconds > 0:
+            raise ValueError(f"poll_seconds={poll_seconds}: must be positive")
         directory = os.fspath(directory)
         with strategy.evaluating(), strategy.scope():
             checkpoint, evaluate = model_fn(strategy)
@@ -86,26 +87,14 @@ def evaluate_checkpoints(
     for path, step in _new_checkpoints(strategy, directory, run, poll_seconds, idle_seconds):
         with propagated:
             with strategy.evaluating():
-                if not _restored(checkpoint, path):
+                try:
+                    checkpoint.restore(path, expect_partial=True)
+                except FileNotFoundError:
                     continue
                 evaluations.append(Evaluation(path, step, evaluate()))
             if on_result is not None:
                 on_result(evaluations[-1])
     return evaluations
-
-
-def _check_interval(poll_seconds: float) -> None:
-    if not poll_seconds > 0:
-        raise ValueError(f"poll_seconds={poll_seconds}: must be positive")
-
-
-def _restored(checkpoint: Checkpoint, path: str) -> bool:
-    """Restore the checkpoint; False where it no longer exists. Collective."""
-    try:
-        checkpoint.restore(path, expect_partial=True)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _new_checkpoints(

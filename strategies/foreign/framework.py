@@ -26,7 +26,7 @@ class Framework(ABC):
     """Dotted names, within the package, of the classes of variables, models and optimizers."""
 
     alternative: ClassVar[str]
-    """What a program can do without an adapter, for error messages."""
+    """What a program does instead, for error messages."""
 
     saved: ClassVar[str] = "strategies.Variable"
     """What a checkpoint saves instead, for error messages."""

@@ -91,7 +91,7 @@ def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[
     return partial(_rebatched, dataset, rank, size)
 
 
-# These are generators, so that an exception of `iter(dataset)` is raised at the first step.
+# Calls of these give generators: an exception of `iter(dataset)` is raised at the first step.
 
 
 class _Parts:

@@ -54,13 +54,11 @@ class JaxReplicaContext(contexts.ReplicaContext):
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Fold a pytree over the replicas. ValueError for an op that is neither SUM nor MEAN."""
         fold = jax.lax.pmean if as_reduce_op(reduce_op) is ReduceOp.MEAN else jax.lax.psum
-        return jax.tree.map(lambda each: fold(each, REPLICA), value)
+        return fold(value, REPLICA)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenate each array of a pytree along the axis, in the order of the replicas."""
-        return jax.tree.map(
-            lambda each: jax.lax.all_gather(each, REPLICA, axis=axis, tiled=True), value
-        )
+        return jax.lax.all_gather(value, REPLICA, axis=axis, tiled=True)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None

@@ -69,19 +69,14 @@ class Pieces(DataAdapter):
 
     def _cut(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._compare(batch)
+            if not self._compared:
+                self._compared = True
+                warn_of_different_batches(self._training, batch)
             if self.lengths is not None:
                 self.lengths.append(length_of(batch))
             piece = self._share.cut(batch)
             self._training.rows_read = length_of(piece)
             yield piece
-
-    def _compare(self, batch: Any) -> None:
-        """Log a warning where the ranks' first batches differ. Collective, once."""
-        if self._compared:
-            return
-        self._compared = True
-        warn_of_different_batches(self._training, batch)
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Pieces of arrays for JAX."""

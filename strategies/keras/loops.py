@@ -249,21 +249,13 @@ class LoopMethods:
 
     def _joined(self, rows: Any, lengths: list[int]) -> Any:
         """All ranks' rows in the order of the global batches."""
-        rows = np.ascontiguousarray(rows)
         communicator = self._training.communicator
-        gathered = communicator.all_gather(rows)
+        gathered = communicator.all_gather(np.ascontiguousarray(rows))
         shares = [Share(rank, communicator.size) for rank in range(communicator.size)]
-        order: list[list[int]] = [[] for _ in shares]
-        end = 0
-        for length in lengths:
-            if end == len(gathered):
-                break  # Keras has read a batch more than it used.
-            for share, own in zip(shares, order, strict=True):
-                part = share.of(length)
-                own.extend(range(end + part.start, end + part.stop))
-            end += length
+        ranks = [each.rank for n in lengths for each in shares for _ in range(n)[each.of(n)]]
         joined = np.empty_like(gathered)
-        joined[np.concatenate([np.array(each, int) for each in order])] = gathered
+        # Keras may have read a batch more than it used.
+        joined[np.argsort(ranks[: len(gathered)], kind="stable")] = gathered
         return joined
 
 

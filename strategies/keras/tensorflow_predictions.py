@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.models.model import Trainer
 
+from strategies.foreign.methods import wrap_method
 from strategies.keras.loops import LoopMethods
 from strategies.keras.tensorflow_steps import with_a_row
 from strategies.keras.training import Training
@@ -88,17 +88,15 @@ def training_of(model: Any) -> Training | None:
 @cache
 def install() -> None:
     """Wrap Keras's method, once."""
-    plain = Trainer.predict
+    wrap_method(keras.Model, "predict", _predict)
 
-    @wraps(plain)
-    def predict(model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        training = training_of(model)
-        if training is None:
-            return plain(model, x, *args, **kwargs)
-        predictions = vars(model).get(PREDICTIONS)
-        if predictions is None:
-            predictions = Predictions(model, LoopMethods(model, training))
-            object.__setattr__(model, PREDICTIONS, predictions)
-        return predictions.all_rows(plain, (_in_order(x), *args), kwargs)
 
-    Trainer.predict = predict
+def _predict(plain: Callable[..., Any], model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    training = training_of(model)
+    if training is None:
+        return plain(model, x, *args, **kwargs)
+    predictions = vars(model).get(PREDICTIONS)
+    if predictions is None:
+        predictions = Predictions(model, LoopMethods(model, training))
+        object.__setattr__(model, PREDICTIONS, predictions)
+    return predictions.all_rows(plain, (_in_order(x), *args), kwargs)

@@ -7,10 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def _nothing() -> None:
-    """After the end."""
-
-
 class Lifetime:
     """Calls `end` once the optimizers and all modules with trained parameters are gone.
 
@@ -41,4 +37,4 @@ class Lifetime:
         """Never call `end`."""
         for each in self._finalizers:
             each.detach()
-        self._end = _nothing  # it refers to this object's owner
+        self._end = lambda: None  # it refers to this object's owner

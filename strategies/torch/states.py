@@ -93,7 +93,7 @@ class TorchState:
             # As of a disabled GradScaler.
             problems = [f"has no state, wanted that of a {type(self.owner).__name__}"]
         else:
-            problems = self._problems_of_scheduler(_state(tensors))
+            problems = self._problems_of_others(_state(tensors))
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -118,7 +118,7 @@ class TorchState:
             if shape != wanted[number]
         ]
 
-    def _problems_of_scheduler(self, saved: dict[str, Any]) -> list[str]:
+    def _problems_of_others(self, saved: dict[str, Any]) -> list[str]:
         own = _added(self.owner).get(_SCHEDULER)
         was = saved.pop(_SCHEDULER, own)
         # Classes with the same state can share it; releases of torch change that of a class.

@@ -1,4 +1,4 @@
-"""Equal parameters, optimizers and objects on every rank."""
+"""Equal parameters and optimizers on every rank."""
 
 from __future__ import annotations
 

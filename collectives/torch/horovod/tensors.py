@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from collectives.arrays.tensors import is_lazy
 from collectives.horovod.joining import SERVED, ZEROS, Request
@@ -78,19 +77,10 @@ def store_all(results: Sequence[Any], factor: float, tensors: Sequence[Any]) -> 
 
 
 def gradient_times(tensor: Any, factor: float) -> Any:
-    """The tensor, whose gradient is multiplied by a factor."""
-    return _GradientTimes.apply(tensor, factor)
-
-
-class _GradientTimes(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, factor: float) -> Any:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient * ctx.factor, None
+    """The tensor, which requires grad; its gradient is multiplied by a factor."""
+    view = tensor.view_as(tensor)
+    view.register_hook(lambda gradient: gradient * factor)
+    return view
 
 
 def parts_of(tensor: Any, splits: Any, size: int) -> Any:

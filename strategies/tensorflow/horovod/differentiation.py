@@ -17,6 +17,7 @@ import tensorflow as tf
 from collectives import Communicator
 from collectives.horovod.joining import between_steps
 from collectives.reductions.reduction import ReduceOp
+from strategies.tensorflow.graphs import current_graph
 from strategies.tensorflow.horovod.calls import compare, reduce_in_one
 
 LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
@@ -47,17 +48,12 @@ class _Count:
         self.end()
 
 
-class _Eagerly:
-    """Where calls are that are in no graph."""
-
-
-_EAGERLY = _Eagerly()
 _counts: WeakKeyDictionary[Any, WeakKeyDictionary[Communicator, _Count]] = WeakKeyDictionary()
+"""By the graph that the calls are in; by the module `tf` those in none."""
 
 
 def _count_of(comm: Communicator) -> _Count:
-    place = _EAGERLY if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    of_place = _counts.setdefault(place, WeakKeyDictionary())
+    of_place = _counts.setdefault(current_graph() or tf, WeakKeyDictionary())
     if comm not in of_place:
         of_place[comm] = _Count()
     return of_place[comm]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
-from operator import not_
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +13,7 @@ from collectives.consistency.signature import detail_of
 from collectives.horovod.ops import Op, op_of, text_of
 from collectives.horovod.process_sets import ProcessSet, ranks_of
 from collectives.reductions.reduction import ReduceOp
+from strategies.core.nest import map_by_kind
 from strategies.tensorflow.horovod.calls import call_for_one, compare, compare_given, rows_of
 from strategies.tensorflow.horovod.compression import Compression, Compressor, check_compressor
 from strategies.tensorflow.horovod.differentiation import (
@@ -46,16 +45,8 @@ def allreduce(
     none. Raises ValueError for both `average` and `op`, and NotImplementedError for IndexedSlices
     with another op or a factor.
     """
-    factors = prescale_factor, postscale_factor
-    comm = ranks_of(process_set)
-    return reduce_all(
-        [tensor],
-        op_of(op, average),
-        *factors,
-        comm=comm,
-        compression=compression,
-        what=text_of(name),
-    )[0]
+    given = average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], *given, process_set, ignore_name_scope, name)[0]
 
 
 def grouped_allreduce(
@@ -84,15 +75,12 @@ def grouped_allreduce(
         compression=compression,
         what=text_of(name),
     )
-    if check_compressor(compression).wire_dtype is None:
+    if not tensors or check_compressor(compression).wire_dtype is None:
         return reduce(tensors)
     # Integers apart: averages of floats that are compressed are sums of quotients.
-    exact = [not _is_slices(each) and not _is_of_floats(each) for each in tensors]
-    if len(set(exact)) < 2:
-        return reduce(tensors)
-    integers = iter(reduce(list(compress(tensors, exact))))
-    others = iter(reduce(list(compress(tensors, map(not_, exact)))))
-    return [next(integers if each else others) for each in exact]
+    return map_by_kind(
+        tensors, lambda each: _is_slices(each) or _is_of_floats(each), reduce, reduce
+    )
 
 
 def reduce_all(
@@ -113,24 +101,18 @@ def reduce_all(
     compression = check_compressor(compression)
     slices = [each for each in tensors if _is_slices(each)]
     plain = [tf.convert_to_tensor(each) for each in tensors if not _is_slices(each)]
-    if slices and (op not in LINEAR or (prescale_factor, postscale_factor) != (1.0, 1.0)):
+    factors = prescale_factor, postscale_factor
+    if slices and (op not in LINEAR or factors != (1.0, 1.0)):
         raise NotImplementedError(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
-    op_of_plain = op
-    if (
-        op is ReduceOp.MEAN
-        and compression.wire_dtype is not None
-        and any(map(_is_of_floats, plain))
-    ):
+    op_of_plain, wire = op, compression.wire_dtype
+    if op is ReduceOp.MEAN and wire is not None and any(map(_is_of_floats, plain)):
         # Before they are compressed, since their sum might overflow.
         op_of_plain = ReduceOp.SUM
         plain = [_divided(each, comm.size) for each in plain]
-    factors = prescale_factor, postscale_factor
-    # What the reduced tensors don't show.
-    if op_of_plain is not op:
-        compressed = f"compressed to {compression.wire_dtype.name}"
-        what = detail_of(what, f"{op.value} of what is {compressed}")
+        what = detail_of(what, f"{op.value} of what is compressed to {wire.name}")
+    # `what` gets all that the reduced tensors don't show.
     if factors != (1.0, 1.0):
         what = detail_of(what, f"factors {factors}")
     if slices:
