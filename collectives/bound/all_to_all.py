@@ -26,7 +26,6 @@ from collectives.calls.all_to_all import (
     exchange_between_gpus,
     exchange_bytes,
     store,
-    writer,
 )
 from collectives.calls.arguments import contiguous_apart
 from collectives.consistency.signature import Signature, dtype_name, fingerprint
@@ -212,8 +211,8 @@ def _bind_between_nodes(
     rows = rows_between_nodes(engine, kind, 0, nbytes if few else 0)
     reader = rows.reader([nbytes] * size) if few else None
     every = np.empty((size, size, part) if reader else 0, _BYTES)
-    small = nbytes <= LARGEST_NATIVE
-    native = engine.paths("all_to_all_equal", None, _BYTES).get(NATIVE) if small else None
+    paths = engine.paths("all_to_all_equal", None, _BYTES) if nbytes <= LARGEST_NATIVE else {}
+    native = paths.get(NATIVE)
 
     def run(source: Array, target: Array, index: int | None) -> list[Array] | None:
         _, kinds, _ = rows.numbers(index)
@@ -244,8 +243,8 @@ def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:
     """The parts of bytes to and from each rank, whose lengths are known."""
     rank, lengths = engine.rank, [outgoing.shape[1]] * engine.size
     lengths[rank] = 0
-    writes = [writer(part) for part in outgoing]
-    received = exchange_bytes(engine, writes, lengths, lengths, "pairwise")
+    sent = [[part] for part in outgoing]
+    received = exchange_bytes(engine, sent, lengths, lengths, "pairwise")
     for peer in range(engine.size):
         incoming[peer] = outgoing[rank] if peer == rank else received[peer]
 

@@ -169,18 +169,15 @@ class _MessageRow:
         return int(lengths[0]), int(lengths[1]), np.empty(0, _BYTES)
 
 
-def bind_broadcast_object(engine: Engine, root: int) -> Call:
-    """The function (sent, None) → the root's object."""
-    signature = Signature("broadcast_object", root=root)
-    return bind_from_root(engine, signature, root, lambda result, data, source, index: result)
-
-
 def broadcast_object(engine: Engine, obj: Any, root: int) -> Operation:
     """A copy of the root's object on every rank."""
-    sent = sent_of(engine, obj, root)
     signature, key = Signature("broadcast_object", root=root), ("broadcast_object", root)
-    bind = partial(bind_broadcast_object, root=root)
-    return bound_operation(signature, key, bind, sent, None, as_it_is)
+
+    def receive(result: Any, data: Array | None, source: Any, index: Any) -> Any:
+        return result
+
+    bind = partial(bind_from_root, signature=signature, root=root, receive=receive)
+    return bound_operation(signature, key, bind, sent_of(engine, obj, root), None, as_it_is)
 
 
 def sent_of(engine: Engine, obj: Any, root: int) -> Sent | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,11 @@ from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
-from collectives.transports.parts import others, part_starts
+from collectives.transports.parts import others, parts_by_rank
 
 # Alignment of the elements in bytes, sufficient for every dtype.
 _ALIGNMENT = 64
 _PREFIX = 8
-
-Write = Callable[[Array], None]
 
 
 class Parts:
@@ -111,21 +108,12 @@ def store(received: Sequence[Array], places: Sequence[Array]) -> None:
         place[...] = array
 
 
-class _Block:
-    """One array to be sent."""
-
-    def __init__(self, array: Array) -> None:
-        self.content = flat(array).view(np.uint8)
-        description = pickle.dumps((array.dtype, array.shape))
-        header = len(description).to_bytes(_PREFIX, "little") + description
-        self.header = np.frombuffer(header.ljust(_aligned(len(header))), np.uint8)
-        self.nbytes = len(self.header) + _aligned(len(self.content))
-
-    def write(self, buffer: Array) -> None:
-        """Write the block to the start of `buffer`."""
-        start = len(self.header)
-        buffer[:start] = self.header
-        buffer[start : start + len(self.content)] = self.content
+def _block(array: Array) -> tuple[Array, Array]:
+    """What is sent of one array: the header, and the elements, as bytes."""
+    description = pickle.dumps((array.dtype, array.shape))
+    header = len(description).to_bytes(_PREFIX, "little") + description
+    padded = np.frombuffer(header.ljust(_aligned(len(header))), np.uint8)
+    return padded, flat(array).view(np.uint8)
 
 
 def _aligned(length: int) -> int:
@@ -153,12 +141,11 @@ def _exchange_lengths(engine: Engine, outgoing: list[int]) -> list[int]:
 
 def exchange(engine: Engine, arrays: Sequence[Array], algorithm: str | None = None) -> list[Array]:
     """Send arrays[i] to rank i; entry i of the result was sent by rank i, and is a copy."""
-    blocks = [_Block(array) for array in arrays]
-    outgoing = [block.nbytes for block in blocks]
+    blocks = [_block(array) for array in arrays]
+    outgoing = [len(header) + _aligned(len(content)) for header, content in blocks]
     outgoing[engine.rank] = 0
     incoming = _exchange_lengths(engine, outgoing)
-    writes = [block.write for block in blocks]
-    found = exchange_bytes(engine, writes, outgoing, incoming, algorithm)
+    found = exchange_bytes(engine, blocks, outgoing, incoming, algorithm)
     received = [arrays[engine.rank].copy()] * engine.size
     for peer in others(engine.rank, engine.size):
         received[peer] = _read(found[peer])
@@ -167,7 +154,7 @@ def exchange(engine: Engine, arrays: Sequence[Array], algorithm: str | None = No
 
 def exchange_bytes(
     engine: Engine,
-    writes: Sequence[Write],
+    sent: Sequence[Sequence[Array]],
     outgoing: Sequence[int],
     incoming: Sequence[int],
     algorithm: str | None = None,
@@ -175,16 +162,19 @@ def exchange_bytes(
 ) -> list[Array]:
     """What every rank has sent to this one, in the engine's memory; this rank sends itself 0 bytes.
 
-    `writes` store what is sent to each rank; `outgoing` and `incoming` are lengths in bytes.
+    `sent` has the bytes for each rank, in pieces; `outgoing` and `incoming` are the ranks' lengths,
+    which may be greater.
     """
     lengths = [*outgoing, *incoming]
     buffer = engine.work(sum(lengths), np.dtype(np.uint8), beside)
-    starts = part_starts(lengths)
+    parts = parts_by_rank(buffer, lengths)
     for peer in others(engine.rank, engine.size):
-        writes[peer](buffer[starts[peer] : starts[peer + 1]])
+        start = 0
+        for piece in sent[peer]:
+            parts[peer][start : start + len(piece)] = piece
+            start += len(piece)
     engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
-    ends = starts[engine.size :]
-    return [buffer[first:last] for first, last in pairwise(ends)]
+    return parts[engine.size :]
 
 
 def exchange_between_gpus(
@@ -194,24 +184,15 @@ def exchange_between_gpus(
     kinds = [(array.dtype, array.shape) for array in given]
     table: list[list[tuple[np.dtype[Any], tuple[int, ...]]]]
     table = gather_pickles(engine, pickle.dumps(kinds))
-    coming = [sent[engine.rank] for sent in table]
+    coming = [each[engine.rank] for each in table]
     outgoing = [_aligned(array.nbytes) for array in given]
     incoming = [_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in coming]
     outgoing[engine.rank] = incoming[engine.rank] = 0
-    writes = [writer(flat(array).view(np.uint8)) for array in given]
-    found = exchange_bytes(engine, writes, outgoing, incoming, algorithm, given[0])
+    sent = [[flat(array).view(np.uint8)] for array in given]
+    found = exchange_bytes(engine, sent, outgoing, incoming, algorithm, given[0])
     received = [copied(given[engine.rank])] * engine.size
     for peer in others(engine.rank, engine.size):
         dtype, shape = coming[peer]
         nbytes = math.prod(shape) * dtype.itemsize
         received[peer] = found[peer][:nbytes].copy().view(dtype).reshape(shape)
     return received
-
-
-def writer(content: Array) -> Write:
-    """What stores the content at the start of a buffer."""
-
-    def write(buffer: Array) -> None:
-        buffer[: len(content)] = content
-
-    return write

@@ -137,7 +137,9 @@ class Many:
                     engine.path = PACKED
                     engine.errstate.run(_reduce_in_stage, part, given, outputs)
                 elif len(part.slots) == 1:
-                    _reduce_alone(engine, reduction, given, outputs, part.slots[0].index)
+                    index = part.slots[0].index
+                    source, target = given[index].source_for(outputs[index]), outputs[index].buffer
+                    engine.run("all_reduce", source, target, op=reduction)
                 else:
                     _reduce_packed(engine, reduction, given, outputs, part)
             return [output.deliver() for output in outputs]
@@ -207,13 +209,6 @@ def _reduce_in_stage(bucket: SharedBucket, given: list[ReduceInput], outputs: li
     views = bucket.reduce([each.converted() for each in bucket.pick(given)])
     for output, view in zip(bucket.pick(outputs), views, strict=True):
         output.buffer[...] = view.reshape(-1)
-
-
-def _reduce_alone(
-    engine: Engine, op: ReduceOp, given: list[ReduceInput], outputs: list[Output], index: int
-) -> None:
-    target = outputs[index].buffer
-    engine.run("all_reduce", given[index].source_for(outputs[index]), target, op=op)
 
 
 def _reduce_packed(

@@ -60,9 +60,7 @@ class CompressedReducer:
             leads = communicator.local_rank == 0
             self._leaders = communicator.split(0 if leads else None)
         self._lists: dict[Hashable, _List] = {}
-        self._last: _List | None = None
         self._bytes_sent = 0
-        """In the last call, of a list that was forgotten since."""
 
     @property
     def bytes_between_nodes(self) -> int:
@@ -70,7 +68,7 @@ class CompressedReducer:
 
         Without arrays that are never compressed. 0 on other ranks, and with one node.
         """
-        return self._bytes_sent if self._last is None else self._last.bytes_sent
+        return self._bytes_sent
 
     def all_reduce_many(
         self,
@@ -106,7 +104,7 @@ class CompressedReducer:
         turn = "odd" if known.steps % 2 else "even"
         self._communicator.barrier(f"{known.text}, {turn} step")
         # After the only barrier, which ranks that know the list and ranks that don't make alike.
-        self._lists[of] = self._last = known
+        self._lists[of], self._bytes_sent = known, 0
         self._keep_deadline()
         results: list[Any] = [None] * len(given)
         exact = [given[number] for number in known.others]
@@ -115,6 +113,7 @@ class CompressedReducer:
             results[number] = array
         for part in known.parts:
             flat = self._sum(part, given, op)
+            self._bytes_sent += part.compressor.bytes_sent
             for number, array in zip(part.numbers, part.cut(flat), strict=True):
                 results[number] = array
         known.steps += 1
@@ -140,9 +139,7 @@ class CompressedReducer:
 
         On every rank, before the next call of the name, which begins a new list.
         """
-        forgotten = self._lists.pop(of, None)
-        if forgotten is not None and forgotten is self._last:
-            self._last, self._bytes_sent = None, forgotten.bytes_sent
+        self._lists.pop(of, None)
 
     def close(self) -> None:
         """Close the communicators of the nodes and leaders. Collective."""
@@ -230,11 +227,6 @@ class _List:
         """Keep what the last call has left out, but of the arrays at these places."""
         for part in self.parts:
             part.compressor.commit({n for n, each in enumerate(part.numbers) if each in without})
-
-    @property
-    def bytes_sent(self) -> int:
-        """By the compressors, in the last call."""
-        return sum(each.compressor.bytes_sent for each in self.parts)
 
 
 class _Part:

@@ -152,8 +152,8 @@ def settle(engine: Engine, where: Topology) -> None:
     if len(members) == 1:
         node_barrier = NodeBarrier(memory, engine.wait_policy, own)
     else:
-        others = partial(ranks_of, members)
-        node_barrier = VerdictBarrier(memory, engine.wait_policy, own, others)
+        ranks_of_nodes = partial(ranks_of, members)
+        node_barrier = VerdictBarrier(memory, engine.wait_policy, own, ranks_of_nodes)
     engine.join(
         _join(engine, node, where, ProgressCounters(memory, engine.wait_policy, own), segments)
     )
@@ -179,9 +179,9 @@ def _layout(engine: Engine, where: Topology) -> Layout:
     machine = boot_id() or f"node {where.node}"
     given = gather_pickles(engine, pickle.dumps((machine, own)))
     cores: dict[str, set[int]] = {}
-    for machine, each in given:
-        cores.setdefault(machine, set()).update(each)
-    ranks = Counter(machine for machine, _ in given)
+    for name, each in given:
+        cores.setdefault(name, set()).update(each)
+    ranks = Counter(name for name, _ in given)
     ratios = [ranks[each] / (len(cores[each]) or os.cpu_count() or 1) for each in ranks]
     return Layout(tuple(map(len, where.members)), max(1.0, *ratios))
 
