@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
+
+
+def plot_file(path: str) -> str:
+    """The argument `--plot`, refused before the training where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install matplotlib")
+    return path
 
 
 def plot_training(path: str, losses: Sequence[float], speeds: Sequence[float]) -> None:
-    """Write a plot of each epoch's loss and throughput. It needs matplotlib."""
+    """Write a plot of each epoch's loss and throughput."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3), layout="constrained")

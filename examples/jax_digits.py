@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_plot import plot_training
+from digits_plot import plot_file, plot_training
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -70,8 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64, help="examples over all ranks")
-    parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
-    parser.add_argument("--checkpoint", metavar="FILE", help="saved at the end; restored first")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=plot_file, help="write a plot of loss and throughput"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FILE",
+        type=lambda path: Path(path).with_suffix(".safetensors"),
+        help="saved at the end; restored first",
+    )
     parser.add_argument("--sync-every", type=int, metavar="N", help="average every N steps")
     parser.add_argument("--outer", action="store_true", help="with an outer optimizer, as DiLoCo")
     given = parser.parse_args()
@@ -97,7 +104,7 @@ def main() -> None:
     training = parameters, optimizer.init(parameters)
     state = PytreeState(strategy, training, parameters=lambda training: training[0])
     checkpoint = strategies.Checkpoint(training=state)
-    if given.checkpoint and Path(given.checkpoint).exists():
+    if given.checkpoint and given.checkpoint.exists():
         checkpoint.restore(given.checkpoint)
     value_and_grad = strategy.value_and_grad(loss_of)  # means over the replicas in sync
 

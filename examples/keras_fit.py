@@ -20,7 +20,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 import numpy as np
-from digits_plot import plot_training
+from digits_plot import plot_file, plot_training
 from sklearn.datasets import load_digits
 
 import strategies
@@ -95,7 +95,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64, help="images over all ranks")
-    parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=plot_file, help="write a plot of loss and throughput"
+    )
     return parser.parse_args()
 
 

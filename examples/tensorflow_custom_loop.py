@@ -20,7 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 import tensorflow as tf
-from digits_plot import plot_training
+from digits_plot import plot_file, plot_training
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
@@ -137,7 +137,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64, help="images over all ranks")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="write checkpoints, and continue")
-    parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=plot_file, help="write a plot of loss and throughput"
+    )
     return parser.parse_args()
 
 

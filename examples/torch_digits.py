@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from digits_plot import plot_training
+from digits_plot import plot_file, plot_training
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
@@ -44,7 +44,9 @@ def options(description: str | None, **flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64, help="examples over all ranks")
-    parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=plot_file, help="write a plot of loss and throughput"
+    )
     for flag, text in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
     return parser.parse_args()

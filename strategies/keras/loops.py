@@ -69,8 +69,11 @@ class LoopMethods:
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
-        self._statistics.average()  # of earlier calls of train_on_batch
         training, self._batches = self._training, False
+        # What earlier calls of train_on_batch, or steps of the program's own loop, have changed.
+        self._statistics.average()
+        if not training.reduces:
+            training.owner.synchronize()
         given = self._agreed("fit", args, kwargs)
         # Before Keras refuses some of them, on one rank.
         refuse_different_settings(training, self._model, "fit")

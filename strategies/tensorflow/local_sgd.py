@@ -47,14 +47,14 @@ class LocalSGDStrategy(Strategy):
     that the round began with, minus the means, are gradients by which it moves these values. Its
     slots are not part of TensorFlow's checkpoints.
 
-    Slots of optimizers stay each rank's own. `num_replicas_in_sync` is 1, so that
-    `tf.nn.compute_average_loss` divides by the replica's own batch. A distributed dataset's batches
-    are for one replica each. `all_reduce` and `all_gather` within `run` are of the one replica;
-    `reduce`, `gather` and metrics that are read outside of `run` are over all ranks. Variables that
-    are read there are the rank's own: call `synchronize` at the end of training. Variables are
-    averaged too, and a new round begins, where all ranks save a checkpoint or a model, at the end
-    of Keras's `fit`, before its validations, and at the end of each epoch if a callback saves the
-    model.
+    Slots of optimizers are each rank's own; `fit` begins with the chief's. `num_replicas_in_sync`
+    is 1, so that `tf.nn.compute_average_loss` divides by the replica's own batch. A distributed
+    dataset's batches are for one replica each. `all_reduce` and `all_gather` within `run` are of
+    the one replica; `reduce`, `gather` and metrics that are read outside of `run` are over all
+    ranks. Variables that are read there are the rank's own: call `synchronize` at the end of
+    training. Variables are averaged too, and a new round begins, where all ranks save a checkpoint
+    or a model, at the beginning and the end of Keras's `fit`, before its validations, and at the
+    end of each epoch if a callback saves the model.
 
     Raises ValueError unless one of `sync_every` (from 1) and `sync_seconds` (above 0) is given, and
     on every rank where they differ; TypeError for an outer optimizer that is none. Collective.

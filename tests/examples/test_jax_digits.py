@@ -24,7 +24,7 @@ def test_it_learns_to_read_digits(launch, tmp_path, ranks, options):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} isn't installed: the example with JAX can't be tested")
     plot = tmp_path / "plot.png"
-    command = [sys.executable, PROGRAM, "--checkpoint", str(tmp_path / "state.safetensors")]
+    command = [sys.executable, PROGRAM, "--checkpoint", str(tmp_path / "state")]
     command += options
     ended = launch(ranks, [*command, "--epochs", "5", "--plot", str(plot)], timeout=150)
     assert ended.returncode == 0, ended.stdout + ended.stderr

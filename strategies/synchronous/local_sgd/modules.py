@@ -100,7 +100,7 @@ class AveragedModules:
                 log.warning(
                     "LocalSGDStrategy: %s was changed, but not by a step of an optimizer that was"
                     " given to distribute, and is not averaged: give another optimizer to"
-                    " distribute, too",
+                    " distribute, too, unless every rank has set the same value",
                     names[0],
                 )
 

@@ -229,6 +229,19 @@ def test_fit_ends_with_equal_weights(tf, ds, comm, equal_on_all, outer):
     assert history.history["loss"][-1] < history.history["loss"][0]
 
 
+def test_fit_begins_with_the_mean_of_an_earlier_loop(tf, ds, comm):
+    strategy = ds.LocalSGDStrategy(100, communicator=comm)
+    with strategy.scope():
+        layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = tf.keras.Sequential([tf.keras.Input((1,)), layer])
+        model.compile(tf.keras.optimizers.SGD(1.0), "mse")
+    gradient = tf.fill([1, 1], -1.0 - comm.rank)
+    strategy.run(lambda: model.optimizer.apply([gradient], model.trainable_variables))
+    model.optimizer.learning_rate = 0.0
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), batch_size=2, verbose=0)
+    assert layer.kernel.numpy() == (comm.size + 1) / 2
+
+
 def test_outer_values_of_any_shape(tf, ds, comm):
     """Of a scalar, and of a shape that changes."""
     outer = strategies.optimizers.SGD(1.0)
