@@ -23,5 +23,6 @@ def plot_training(path: str, losses: Sequence[float], speeds: Sequence[float]) -
         figure.subplots(1, 2), (losses, speeds), ("training loss", "images per second"), strict=True
     ):
         axes.plot(range(1, len(values) + 1), values, marker="o")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set(xlabel="epoch", ylabel=label, ylim=(0, 1.1 * max(values)))
     figure.savefig(path)

@@ -8,6 +8,7 @@ two-layer network whose gradients are written by hand in NumPy:
 
 With a TF_CONFIG per process the cluster's workers are the ranks. Loop and numbers are the same
 under every `--strategy` except local_sgd, where each rank gets whole batches and runs fewer steps.
+Under one_device and default each rank trains, and prints, by itself.
 """
 
 from __future__ import annotations

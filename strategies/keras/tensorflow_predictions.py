@@ -88,10 +88,11 @@ def training_of(model: Any) -> Training | None:
 @cache
 def install() -> None:
     """Wrap Keras's method, once."""
-    wrap_method(keras.Model, "predict", _predict)
+    wrap_method(keras.Model, "predict", predict)
 
 
-def _predict(plain: Callable[..., Any], model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def predict(plain: Callable[..., Any], model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keras's `predict`, `plain`; of a model that was made in a strategy's scope, of all rows."""
     training = training_of(model)
     if training is None:
         return plain(model, x, *args, **kwargs)

@@ -129,7 +129,7 @@ class OuterSteps:
 
     def begin(self, operations: Operations, variables: Sequence[Any]) -> None:
         """Before a step: keep each weight, if it is the weight's first one of the round."""
-        weights = [each for each in variables if each.trainable]
+        weights = [each for each in variables if each.trainable and each.is_trained()]
 
         def call(*arrays: Array) -> Sequence[Array]:
             for variable, array in zip(weights, arrays, strict=True):

@@ -76,7 +76,7 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
             caller = _assigning_module()
             # An optimizer's state is equal, a recurrent layer's belongs to the replica's own rows.
             of_state = caller.startswith((_OPTIMIZERS, _RECURRENT))
-            if none and self.dtype.is_floating and not of_state and not self._trained():
+            if none and self.dtype.is_floating and not of_state and not self.is_trained():
                 updated = update_fn(self._primary, self._as_tensor(value), **kwargs)
                 self.is_statistic = True
                 extended.statistic_changed(self)
@@ -104,9 +104,9 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):
             return value
         return tf.convert_to_tensor(value, dtype=self.dtype)
 
-    def _trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether it is trainable; layers of Keras may be frozen after their variables are made."""
-        holder = self.keras_variable()
+        holder = None if self.keras_variable is None else self.keras_variable()
         return bool(self.trainable if holder is None else holder.trainable)
 
     def _refusal(self) -> ValueError:

@@ -294,24 +294,29 @@ def test_values_that_are_changed_within_a_round_of_an_outer_optimizer(
         assert (given == given[0]).all()
 
 
-def test_a_restored_value_is_not_moved_by_momentum(tf, ds, comm):
+def test_a_restored_or_frozen_value_is_not_moved_by_momentum(tf, ds, comm):
     outer = strategies.optimizers.SGD(1.0, momentum=0.5)
     strategy = ds.LocalSGDStrategy(3, outer_optimizer=outer, communicator=comm)
     with strategy.scope():
         first, second = tf.Variable([1.0]), tf.Variable([1.0])
+        frozen = tf.keras.Variable([1.0])
         optimizer = tf.keras.optimizers.SGD(1.0)
-        optimizer.build([first, second])
+        optimizer.build([first, second, frozen])
 
     def step():
         gradient = tf.fill([1], -1.0 - comm.rank)
-        optimizer.apply_gradients([(gradient, first), (gradient, second)])
+        trained = [each for each in (first, second, frozen) if each.trainable]
+        optimizer.apply_gradients([(gradient, each) for each in trained])
 
-    for _ in range(4):
+    for _ in range(3):
         strategy.run(step)
+    frozen.trainable = False
+    strategy.run(step)
     first.assign([7.0])
     strategy.synchronize()
     mean = (comm.size + 1) / 2
     assert first.numpy() == 7
+    np.testing.assert_allclose(frozen.numpy(), 1 + 3 * mean)
     # One round of three steps, one of a step.
     np.testing.assert_allclose(second.numpy(), 1 + 3 * mean + (mean + 0.5 * 3 * mean))
 
