@@ -180,8 +180,8 @@ SABOTAGES = {
         "test_communicator",
     ),
     "a bucket is unpacked to the wrong arrays": Sabotage(
-        ".reshape(slot.shape) for slot in self._slots]",
-        ".reshape(slot.shape) for slot in reversed(self._slots)]",
+        ".reshape(slot.shape) for slot in bucket.slots]",
+        ".reshape(slot.shape) for slot in reversed(bucket.slots)]",
         "test_fusion",
     ),
     # The node's memory

@@ -83,15 +83,10 @@ def clock_offsets(transport: Transport, machines: Sequence[str], clock: Clock) -
         if name == machines[0]:
             continue
         if transport.rank == 0:
-            offsets[peer] = _measure_offset(transport, peer, clock)
+            offsets[peer] = min([_round_trip(transport, peer, clock) for _ in range(_ROUNDS)])[1]
         elif transport.rank == peer:
             _answer(transport, clock)
     return offsets
-
-
-def _measure_offset(transport: Transport, peer: int, clock: Clock) -> int:
-    readings = [_round_trip(transport, peer, clock) for _ in range(_ROUNDS)]
-    return min(readings)[1]
 
 
 def _round_trip(transport: Transport, peer: int, clock: Clock) -> tuple[int, int]:

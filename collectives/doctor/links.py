@@ -70,7 +70,8 @@ def report_links(report: Report, mpi: Any, facts: Sequence[RankFacts]) -> None:
         _wait_for_all(comm)
         for first, second in pairs:
             if comm.rank in (leaders[first], leaders[second]):
-                own += _measure_both(comm, (first, second), leaders)
+                for source, target in ((first, second), (second, first)):
+                    own += _measure(comm, source, target, leaders)
     _wait_for_all(comm)
     links = sorted(
         (link for links in comm.allgather(own) for link in links),
@@ -121,16 +122,8 @@ def _wait_for_all(comm: Any) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _measure_both(comm: Any, pair: tuple[int, int], leaders: Sequence[int]) -> list[Link]:
-    """Measure both directions; the sender of each returns it."""
-    found = [
-        _measure(comm, source, target, leaders) for source, target in (pair, tuple(reversed(pair)))
-    ]
-    return [link for link in found if link is not None]
-
-
-def _measure(comm: Any, source: int, target: int, leaders: Sequence[int]) -> Link | None:
-    """Measure one direction: the link on the sender, None on the receiver."""
+def _measure(comm: Any, source: int, target: int, leaders: Sequence[int]) -> list[Link]:
+    """Measure one direction: the link on the sender, nothing on the receiver."""
     sends = comm.rank == leaders[source]
     peer = leaders[target if sends else source]
     before = _segments()
@@ -150,9 +143,9 @@ def _measure(comm: Any, source: int, target: int, leaders: Sequence[int]) -> Lin
     counts = [now - old for now, old in zip(_segments(), before, strict=True)]
     theirs = comm.sendrecv(counts, peer, source=peer)
     if not sends:
-        return None
+        return []
     sent, repeated = (a + b for a, b in zip(counts, theirs, strict=True))
-    return Link(source, target, latency / 2, tuple(bandwidths), sent, repeated)
+    return [Link(source, target, latency / 2, tuple(bandwidths), sent, repeated)]
 
 
 def _exchange(comm: Any, peer: int, message: Any, answer: Any, *, sends: bool) -> float:

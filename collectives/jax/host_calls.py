@@ -91,7 +91,8 @@ def call_back(
     results: Sequence[Any],
 ) -> list[Any]:
     """Call a function from a program by one of JAX's own ways; arrays as `results`."""
-    shapes, dtypes = _shapes(results), [np.dtype(each.dtype) for each in arrays]
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results]
+    dtypes = [np.dtype(each.dtype) for each in arrays]
 
     def on_host(*given: Any) -> list[Any]:
         written = [np.empty(each.shape, each.dtype) for each in shapes]
@@ -113,10 +114,6 @@ def call_back(
         return written
 
     return list(way(on_host, shapes, *arrays))
-
-
-def _shapes(arrays: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays]
 
 
 def kinds_of(arrays: Sequence[Any]) -> tuple[Kind, ...]:

@@ -92,7 +92,7 @@ def _jvp(primals: Any, tangents: Any, *, call: Call, count: int) -> Any:
     results = bind(primals, call, after)
     # All floats, and not those alone whose tangents aren't zero: which these are may differ by
     # rank.
-    floats = [number for number in range(count) if _is_float(results[number].dtype)]
+    floats = [n for n, each in enumerate(results) if jnp.issubdtype(each.dtype, jnp.inexact)]
     given = [ad.instantiate_zeros(tangents[number]) for number in floats]
     if call.op not in LINEAR:
         slopes = [kinds.slope(call, primals[number], bind) for number in floats]
@@ -103,10 +103,6 @@ def _jvp(primals: Any, tangents: Any, *, call: Call, count: int) -> Any:
         for number, tangent in zip(floats, bind(given, call), strict=True):
             found[number] = tangent
     return results, found
-
-
-def _is_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _transpose(cotangents: Any, *arrays: Any, call: Call, count: int) -> Any:

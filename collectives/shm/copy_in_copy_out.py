@@ -91,14 +91,9 @@ class CopyInCopyOut:
         """5 − 1/size bytes touched for each byte, and two waits, without a root."""
         edges = bounds(len(target), self._size, target.itemsize)
         own = slice(edges[self._rank], edges[self._rank + 1])
-        self._reduce_slice(given, target[own], edges)
-        self._share_slice(target, edges, root)
-
-    def _reduce_slice(self, given: Array, folded: Array, edges: Sequence[int]) -> None:
-        """Fold every rank's elements of this rank's slice of a block."""
         self._write_others(given, edges)
-        own = slice(edges[self._rank], edges[self._rank + 1])
-        self._fold_stages(own, given[own], folded)
+        self._fold_stages(own, given[own], target[own])
+        self._share_slice(target, edges, root)
 
     def _fold_stages(self, place: slice, given: Array, folded: Array) -> None:
         """Fold what lies there in the other ranks' stages with this rank's elements."""

@@ -74,7 +74,9 @@ class NodeBarrier:
         """Wait for all ranks, and publish in that place that this one continues."""
         index, self._waits_since = ARRIVALS[sequence & 1], 0
         while True:
-            self._wait_for_each(word, index)
+            for words in self.memory.others:
+                if words[index] != word and not self.poll(words, index, word):
+                    self._await(words, index, word)
             if committed is not None:
                 self.memory.publish(committed, word)
             alike = self._compare(word, index)
@@ -85,12 +87,6 @@ class NodeBarrier:
                 return alike
             if committed is not None:
                 self.memory.publish(committed, 0)
-
-    def _wait_for_each(self, word: int, index: int) -> None:
-        """Wait until each rank was seen."""
-        for words in self.memory.others:
-            if words[index] != word and not self.poll(words, index, word):
-                self._await(words, index, word)
 
     def _compare(self, word: int, index: int) -> bool | None:
         """Whether all words are equal; None if a rank that was seen has withdrawn since.

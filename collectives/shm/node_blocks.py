@@ -80,7 +80,8 @@ class NodeBlocks(TwoLevels):
         self, enter: Callable[[int, Array], None], target: Array, own: Sequence[int]
     ) -> None:
         """`enter` folds this rank's part for a node, of this node's ranks."""
-        levels, nodes = self._levels, len(own)
+        levels, nodes, reduction = self._levels, len(own), self._reduction
+        assert reduction is not None
         # With two nodes one buffer is enough for what arrives.
         lengths = [*own, len(target) if nodes > 2 else 0]
         *folded, spare = parts_by_rank(levels.work(sum(lengths), self._dtype), lengths)
@@ -89,7 +90,11 @@ class NodeBlocks(TwoLevels):
         after = [(levels.node + distance) % nodes for distance in range(1, nodes)]
 
         def fold(distance: int) -> None:
-            self._fold_with(target, arrived[distance % 2], (levels.node - distance) % nodes)
+            node, part = (levels.node - distance) % nodes, arrived[distance % 2]
+            # In the order of the nodes, as a schedule does: the sign of a zero and the rounding of
+            # a complex product depend on it.
+            first, second = (part, target) if node < levels.node else (target, part)
+            reduction.fold(first, second, target)
 
         enter(after[0], folded[after[0]])
         for distance, node in enumerate(after, 1):
@@ -102,16 +107,6 @@ class NodeBlocks(TwoLevels):
                 actions.append(partial(fold, distance - 1))
             self._exchange(distance, folded[node], arrived[distance % 2], actions)
         fold(nodes - 1)
-
-    def _fold_with(self, target: Array, arrived: Array, node: int) -> None:
-        """Fold what arrived from a node into the target.
-
-        In the order of the nodes, as a schedule does: the sign of a zero and the rounding of a
-        complex product depend on it.
-        """
-        assert self._reduction is not None
-        pair = (arrived, target) if node < self._levels.node else (target, arrived)
-        self._reduction.fold(*pair, target)
 
     def _all_gather(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int

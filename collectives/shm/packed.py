@@ -68,9 +68,12 @@ class SharedBucket:
     """A bucket that the ranks of a node pack into their stages and reduce there."""
 
     def __init__(self, packed: Packed, bucket: Bucket) -> None:
-        self._packed, self._slots, self.dtype = packed, bucket.slots, bucket.dtype
+        self._packed, self.dtype = packed, bucket.dtype
         self._places = packed.places(bucket.length)
-        self._views: list[list[Array] | None] = [None, None]
+        self._views = [
+            [place.packed[slot.start : slot.stop].reshape(slot.shape) for slot in bucket.slots]
+            for place in self._places
+        ]
         self.indices = indices = [slot.index for slot in bucket.slots]
         first, last = indices[0], indices[-1]
         # One slice costs less than many indices, of which a single one would give no list.
@@ -83,10 +86,4 @@ class SharedBucket:
         place = self._places[parity]
         np.concatenate(arrays, axis=None, out=place.packed, casting="no")
         self._packed.reduce(place)
-        return self._views[parity] or self._make_views(parity)
-
-    def _make_views(self, parity: int) -> list[Array]:
-        packed = self._places[parity].packed
-        views = [packed[slot.start : slot.stop].reshape(slot.shape) for slot in self._slots]
-        self._views[parity] = views
-        return views
+        return self._views[parity]

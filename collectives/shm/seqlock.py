@@ -33,22 +33,11 @@ class ArrayAddress(NamedTuple):
     start: int
 
 
-class _Layout:
-    """The words and the elements of an array in some memory."""
-
-    def __init__(
-        self, memory: memoryview, shape: tuple[int, ...], dtype: np.dtype[Any], clients: int
-    ) -> None:
-        head = _head_bytes(clients)
-        self.words = memory[:head].cast("Q")
-        self.value: Array = np.ndarray(shape, dtype, memory[head:])
-
-
 class SharedArray:
     """An array as its owner has it. `address` is None where other processes can't map it."""
 
-    def __init__(self, layout: _Layout, address: ArrayAddress | None) -> None:
-        self.value, self._words, self.address = layout.value, layout.words, address
+    def __init__(self, words: memoryview, value: Array, address: ArrayAddress | None) -> None:
+        self._words, self.value, self.address = words, value, address
 
     @contextmanager
     def changing(self, client: int) -> Iterator[None]:
@@ -81,9 +70,9 @@ class SharedArrays:
         """A shared array with a copy of this value."""
         nbytes = _head_bytes(self._clients) + _rounded(value.nbytes)
         memory, address = self._take(nbytes)
-        layout = _Layout(memory, value.shape, value.dtype, self._clients)
-        layout.value[...] = value
-        return SharedArray(layout, address)
+        words, own = _parts_of(memory, value.shape, value.dtype, self._clients)
+        own[...] = value
+        return SharedArray(words, own, address)
 
     def _take(self, nbytes: int) -> tuple[memoryview, ArrayAddress | None]:
         if nbytes > len(self._free):
@@ -104,9 +93,8 @@ class SharedArrays:
 class MappedArray:
     """An array in another process's memory, as one client reads it."""
 
-    def __init__(self, layout: _Layout, client: int) -> None:
-        self._words, self._value = layout.words, layout.value
-        self._applied = 1 + 2 * client
+    def __init__(self, words: memoryview, value: Array, client: int) -> None:
+        self._words, self._value, self._applied = words, value, 1 + 2 * client
 
     @property
     def applied(self) -> int:
@@ -158,7 +146,15 @@ class MappedArrays:
             return None
         nbytes = _head_bytes(self._clients) + math.prod(shape) * dtype.itemsize
         part = memory[address.start : address.start + nbytes]
-        return MappedArray(_Layout(part, shape, dtype, self._clients), self._client)
+        return MappedArray(*_parts_of(part, shape, dtype, self._clients), self._client)
+
+
+def _parts_of(
+    memory: memoryview, shape: tuple[int, ...], dtype: np.dtype[Any], clients: int
+) -> tuple[memoryview, Array]:
+    """The words and the elements of an array in some memory."""
+    head = _head_bytes(clients)
+    return memory[:head].cast("Q"), np.ndarray(shape, dtype, memory[head:])
 
 
 def _head_bytes(clients: int) -> int:

@@ -157,10 +157,6 @@ class LocalTransport(Transport):
         ranks = [rank for _, rank in members]
         return LocalTransport(self._switchboard, (world, color), ranks.index(self.rank), len(ranks))
 
-    def duplicate(self) -> Transport:
-        """A world of the same ranks under another name."""
-        return LocalTransport(self._switchboard, self._child_world(), self.rank, self.size)
-
     def close(self) -> None:
         """Nothing to release."""
 
