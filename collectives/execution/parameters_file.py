@@ -74,7 +74,7 @@ def _replace(path: Path, text: str) -> None:
 def load(key: Key) -> tuple[CostParameters, Path] | None:
     """The parameters saved for this key, and their file; None, with a warning if it is invalid.
 
-    The user's own cache folder is one without the file if it can't be read, as in containers.
+    Without a warning where the user's own cache folder can't be read, as in containers.
     """
     try:
         path = key.path

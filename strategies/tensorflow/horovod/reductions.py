@@ -73,14 +73,14 @@ def grouped_allreduce(
         postscale_factor=postscale_factor,
         comm=comm,
         compression=compression,
-        what=text_of(name),
     )
-    if not tensors or check_compressor(compression).wire_dtype is None:
-        return reduce(tensors)
-    # Integers apart: averages of floats that are compressed are sums of quotients.
-    return map_by_kind(
-        tensors, lambda each: _is_slices(each) or _is_of_floats(each), reduce, reduce
-    )
+    what, apart = text_of(name), list(map(_is_exact, tensors))
+    if check_compressor(compression).wire_dtype is None or len(set(apart)) < 2:
+        return reduce(tensors, what=what)
+    # Averages of floats that are compressed are sums of quotients.
+    places = [place for place, each in enumerate(apart) if each]
+    reduce = partial(reduce, what=detail_of(what, f"not compressed: {places}"))
+    return map_by_kind(tensors, _is_exact, reduce, reduce)
 
 
 def reduce_all(
@@ -96,7 +96,7 @@ def reduce_all(
 ) -> list[Any]:
     """As `grouped_allreduce`. `what` is a text that must be equal on all ranks.
 
-    `call` is as of `name_of`. Tensors of integers are compressed with no others.
+    `call` is as of `name_of`. With a compression all tensors but slices are floats, or none is.
     """
     compression = check_compressor(compression)
     slices = [each for each in tensors if _is_slices(each)]
@@ -107,7 +107,7 @@ def reduce_all(
             "allreduce of IndexedSlices: must be by Sum or Average, without factors"
         )
     op_of_plain, wire = op, compression.wire_dtype
-    if op is ReduceOp.MEAN and wire is not None and any(map(_is_of_floats, plain)):
+    if op is ReduceOp.MEAN and wire is not None and not all(map(_is_exact, plain)):
         # Before they are compressed, since their sum might overflow.
         op_of_plain = ReduceOp.SUM
         plain = [_divided(each, comm.size) for each in plain]
@@ -143,8 +143,9 @@ def _is_slices(tensor: Any) -> bool:
     return isinstance(tensor, tf.IndexedSlices)
 
 
-def _is_of_floats(tensor: Any) -> bool:
-    return bool(tf.convert_to_tensor(tensor).dtype.is_floating)
+def _is_exact(tensor: Any) -> bool:
+    """Whether compression leaves it as it is."""
+    return not (_is_slices(tensor) or tf.convert_to_tensor(tensor).dtype.is_floating)
 
 
 def _joined_slices(comm: Communicator, slices: Any, op: ReduceOp, call: str | None) -> Any:

@@ -308,6 +308,9 @@ def test_mismatches_that_no_tensor_shows(tf, hvd, comm):
             x, op=op, compression=hvd.Compression.fp16
         ),
         "order": lambda: hvd.grouped_allreduce([x, slices] if odd else [slices, x]),
+        "order of compressed tensors": lambda: hvd.grouped_allreduce(
+            [x, [1]] if odd else [[1], x], compression=hvd.Compression.fp16
+        ),
         "factor": lambda: hvd.allreduce(x, op=hvd.Sum, postscale_factor=2.0 + odd),
         "compiled": tf.function(lambda: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0 + odd)),
         "factor of rows": lambda: hvd.reducescatter(x, prescale_factor=2.0 + odd),
