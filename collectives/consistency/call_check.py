@@ -32,17 +32,17 @@ class CallCheck:
         wait_policy: WaitPolicy,
         node_barrier: NodeBarrier | None,
         leaders: Transport | None,
-        nodes: list[list[int]],
+        members: list[list[int]],
         describe: Callable[[Signature], MismatchError],
     ) -> None:
         """`node_barrier` is None where no ranks share a node, `leaders` connects the nodes.
 
         With several nodes it is a VerdictBarrier. `leaders` is None with one node, and on ranks
-        that do not lead theirs. `nodes` holds the ranks of each node. `describe` exchanges every
+        that do not lead theirs. `members` holds the ranks of each node. `describe` exchanges every
         rank's call after a mismatch.
         """
         self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
-        self.members, self.nodes, self._describe = nodes, len(nodes), describe
+        self.members, self.nodes, self._describe = members, len(members), describe
         self.verdicts = node_barrier if isinstance(node_barrier, VerdictBarrier) else None
         """The barrier of one of several nodes; None with one, and where no ranks share a node."""
         self.nodes_check = (
@@ -175,10 +175,10 @@ def _slots(node_barrier: NodeBarrier | None) -> list[list[NDArray[np.uint8]]]:
     return [[np.zeros(ROW_BYTES + SMALL_BYTES, np.uint8) for _ in range(2)]]
 
 
-def ranks_of(nodes: list[list[int]], chosen: list[int]) -> dict[int, str]:
+def ranks_of(members: list[list[int]], chosen: list[int]) -> dict[int, str]:
     """The ranks of the chosen nodes, each with a note for messages."""
     return {
-        rank: "" if len(nodes[node]) == 1 else f" of node {node}"
+        rank: "" if len(members[node]) == 1 else f" of node {node}"
         for node in chosen
-        for rank in nodes[node]
+        for rank in members[node]
     }

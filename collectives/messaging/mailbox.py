@@ -26,17 +26,17 @@ class Mailbox:
     """
 
     def __init__(
-        self, post: MessageChannel, processes: Processes, rank: int, wait_policy: WaitPolicy
+        self, channel: MessageChannel, processes: Processes, rank: int, wait_policy: WaitPolicy
     ) -> None:
         """`wait_policy` is the communicator's."""
         self.rank, self.size = rank, processes.count
-        self._post, self._processes, self._wait_policy = post, processes, wait_policy
+        self._channel, self._processes, self._wait_policy = channel, processes, wait_policy
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._fair_lock = FairLock()
         self._own: deque[IncomingMessage] = deque()
         self._writes_to_itself = self._own_is_due = False
         self._outstanding: dict[int, deque[SendRequest]] = {}
-        post.kept = self._outstanding
+        channel.kept = self._outstanding
         self._ended: set[int] = set()
         self._finished: set[int] = set()
         self._end_sent = self._finish_sent = False
@@ -66,7 +66,7 @@ class Mailbox:
             return self._post_to(peer, buffers)
 
     def _post_to(self, peer: int, buffers: list[Bytes]) -> SendRequest:
-        sent = SendRequest(self, peer, self._post.send(buffers, peer), buffers)
+        sent = SendRequest(self, peer, self._channel.send(buffers, peer), buffers)
         self._outstanding.setdefault(peer, deque()).append(sent)
         self._advance()
         return sent
@@ -131,7 +131,7 @@ class Mailbox:
         For a rank of another machine, only the MPI library may report that.
         """
         peer = check_index("peer", peer, self.size)
-        return not (peer in self._post.failed or self._processes.died(peer))
+        return not (peer in self._channel.failed or self._processes.died(peer))
 
     def all_alive(self) -> bool:
         """False once the process of any rank is known to have died."""
@@ -155,7 +155,7 @@ class Mailbox:
     @property
     def refusal(self) -> str | None:
         """Why there can be no more calls, if so."""
-        return self._ended_by or self._post.torn
+        return self._ended_by or self._channel.torn
 
     def close(self) -> None:
         """Release everything. A second call does nothing.
@@ -202,7 +202,7 @@ class Mailbox:
         with self._fair_lock:
             # Another thread may have ended it.
             if self.refusal is None:
-                self._post.close(together=together)
+                self._channel.close(together=together)
                 self._ended_by = "the mailbox is closed"
 
     def _check_open(self) -> None:
@@ -223,7 +223,7 @@ class Mailbox:
         self._own_is_due = not self._own_is_due
         if self._own and self._own_is_due:
             return self._own.popleft()
-        while (incoming := self._post.poll()) is not None:
+        while (incoming := self._channel.poll()) is not None:
             source, buffers = incoming
             if buffers:
                 return IncomingMessage(source, buffers)
@@ -276,7 +276,7 @@ class Mailbox:
         return f"rank {peer} has {'closed its mailbox' if peer in self._ended else 'died'}"
 
     def _died(self, peer: int) -> bool:
-        return peer in self._post.failed or self._processes.died_lately(peer)
+        return peer in self._channel.failed or self._processes.died_lately(peer)
 
     def wait(
         self,

@@ -61,7 +61,7 @@ class MessageWork(PendingWork):
         self._status = messages.mpi.Status()
         # A callback may test the work again.
         self._testing = threading.RLock()
-        self._timed_out: BaseException | None = None
+        self._ended_by: BaseException | None = None
         self._closed_since = math.inf
         self.request: Any = None
 
@@ -77,7 +77,7 @@ class MessageWork(PendingWork):
             try:
                 if not self.request.Test(self._status):
                     return False
-                error = self._length_error() if self.receives else None
+                error = self._error_of_receive() if self.receives else None
             except self._messages.mpi.Exception as failed:
                 error = self._described(failed)
             self.finish(error)
@@ -110,9 +110,9 @@ class MessageWork(PendingWork):
         context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return context
 
-    def _length_error(self) -> BaseException | None:
+    def _error_of_receive(self) -> BaseException | None:
         if self._status.Is_cancelled():
-            return self._timed_out
+            return self._ended_by
         count = self._status.Get_count(self._messages.mpi.BYTE)
         return None if count == self._nbytes else self._mismatch(f"{count}")
 
@@ -169,8 +169,8 @@ class MessageWork(PendingWork):
         with self._testing:
             if self._finished:
                 return False
-            if self.receives and self._timed_out is None:
-                self._timed_out = error
+            if self.receives and self._ended_by is None:
+                self._ended_by = error
                 self.request.Cancel()
             return True
 

@@ -207,7 +207,7 @@ def test_a_rank_that_writes_to_itself_receives_from_others_too(comm):
 
 def test_a_mailbox_that_another_thread_closes_meanwhile(monkeypatch):
     box, closed = Communicator(local.alone()).mailbox(), []
-    monkeypatch.setattr(box._post, "close", lambda together: closed.append(together))
+    monkeypatch.setattr(box._channel, "close", lambda together: closed.append(together))
     tell_end = box.tell_end
 
     def after_another_thread():
@@ -474,7 +474,7 @@ class Interrupted:
 torn = 0 if CALL == "Isend" else 1
 rows = [np.full(20_000, float(number)) for number in range(4)]
 if rank == torn:
-    box._post._comm = Interrupted(box._post._comm, CALL, 1 if CALL == "Improbe" else 3)
+    box._channel._comm = Interrupted(box._channel._comm, CALL, 1 if CALL == "Improbe" else 3)
 comm.barrier()
 try:
     if rank == 0:
