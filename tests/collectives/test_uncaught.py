@@ -163,7 +163,8 @@ def test_after_an_exception_before_the_start_of_mpi_a_later_program_starts(launc
     )
     ended = launch(2, ["sh", "-c", program], timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["2", "2"]
+    # mpirun may forward a rank's line and its end apart.
+    assert "".join(ended.stdout.split()) == "22"
 
 
 def test_an_exception_after_mpi_has_ended_is_shown(launch):
