@@ -71,8 +71,9 @@ class LoopMethods:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
         training, self._batches = self._training, False
         # What earlier calls of train_on_batch, or steps of the program's own loop, have changed.
-        self._statistics.average()
-        if not training.reduces:
+        if training.reduces:
+            self._statistics.average()
+        else:
             training.owner.synchronize()
         given = self._agreed("fit", args, kwargs)
         # Before Keras refuses some of them, on one rank.
